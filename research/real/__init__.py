@@ -1,1 +1,1 @@
-"""Looks for the rules of eviction, sparse prefill, routing and page scores that hold on a pretrained model."""
+"""Finds rules of eviction, sparse prefill, routing and page scores that keep the answers of a pretrained model."""

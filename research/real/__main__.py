@@ -1,4 +1,4 @@
-"""Looks for the rules that hold on a pretrained model.
+"""Finds rules that keep the answers of a pretrained model.
 
 python -m research.real prepare --model MODEL --output prompts.jsonl.gz
 python -m research.real run --model MODEL --prompts prompts.jsonl.gz --output real.jsonl
@@ -36,10 +36,10 @@ _END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
 
 app = typer.Typer(
-    help="The rules that hold on a pretrained model.", no_args_is_help=True, add_completion=False,
+    help="Rules that keep the answers of a pretrained model.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
 )  # fmt: skip
-Model = Annotated[Path, typer.Option(help="Folder of a Llama, as transformers stores it.")]
+Model = Annotated[Path, typer.Option(help="Folder of a Llama in transformers' format.")]
 
 
 @app.command()
@@ -48,13 +48,13 @@ def prepare(
     output: Annotated[Path, typer.Option(help="Compressed JSON lines to write.")],
     contexts: Annotated[str, typer.Option(help="Tokens of questions and texts.")] = "4096,7680",
     tasks: Annotated[str, typer.Option(help="Of RULER.")] = ",".join(TASK_NAMES),
-    questions: Annotated[int, typer.Option(min=1, help="For each task and the first context.")] = 25,
-    more_questions: Annotated[int, typer.Option(min=1, help="For each task and further contexts.")] = 2,
-    texts: Annotated[int, typer.Option(min=1, help="For each kind of text and context.")] = 10,
-    prose: Annotated[Path | None, typer.Option(help="A file of text; Python's documentation without.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per task at the first context.")] = 25,
+    more_questions: Annotated[int, typer.Option(min=1, help="Questions per task at further contexts.")] = 2,
+    texts: Annotated[int, typer.Option(min=1, help="Texts per kind and context.")] = 10,
+    prose: Annotated[Path | None, typer.Option(help="Text file. Default: Python's documentation.")] = None,
     seed: Annotated[int, typer.Option(help="Of questions.")] = 0,
 ) -> None:
-    """Write what the model reads, in tokens."""
+    """Write the model's inputs as tokens."""
     tokenizer = open_tokenizer(model)
     if prose is None:
         from pydoc_data.topics import topics
@@ -75,25 +75,25 @@ def prepare(
 @app.command()
 def run(
     model: Model,
-    prompts: Annotated[Path, typer.Option(help="What `prepare` wrote.")],
+    prompts: Annotated[Path, typer.Option(help="File of `prepare`.")],
     output: Annotated[Path, typer.Option(help="JSON lines to write.")],
     study: Annotated[str, typer.Option(help="Studies, in this order.")] = ",".join(STUDIES),
-    arms: Annotated[str, typer.Option(help="Names of arms of these studies; all of them without.")] = "",
+    arms: Annotated[str, typer.Option(help="Arms of these studies. Default: all.")] = "",
     ratios: Annotated[str, typer.Option(help="Shares of a prompt that eviction keeps.")] = "0.25,0.125",
     shares: Annotated[str, typer.Option(help="Shares of the groups that routing skips.")] = "0.05,0.1,0.2",
-    reduces: Annotated[str, typer.Option(help="How page scores of a group are put together.")] = "max,share",
+    reduces: Annotated[str, typer.Option(help="How to combine the page scores of a group.")] = "max,share",
     budgets: Annotated[str, typer.Option(help="Pages that a decode reads.")] = "64,128,192,256",
     first_dense: Annotated[str, typer.Option(help="First layers of a decode that read everything.")] = "0",
-    context: Annotated[int, typer.Option(help="Of questions that are answered.")] = 4096,
-    questions: Annotated[int, typer.Option(min=1, help="For each task, at most.")] = 25,
-    texts: Annotated[int, typer.Option(min=1, help="For each kind and context, at most.")] = 10,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 128,
+    context: Annotated[int, typer.Option(help="Context of the questions to answer, in tokens.")] = 4096,
+    questions: Annotated[int, typer.Option(min=1, help="Maximum questions per task.")] = 25,
+    texts: Annotated[int, typer.Option(min=1, help="Maximum texts per kind and context.")] = 10,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 128,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds after which the command ends.")] = 480,
     commit: Annotated[str | None, typer.Option(help="Commit to record.")] = None,
 ) -> None:
-    """Measure arms and write each result as it comes; exit code 3 if time runs out."""
+    """Measure arms and write each result at once. Exit code 3 if time runs out."""
     end = time.monotonic() + time_limit
     studies, chosen = _names("study", study, STUDIES), choose_arms(arms)
     if dtype not in ("bfloat16", "float32"):
@@ -103,7 +103,7 @@ def run(
     everything = read_prompts(prompts)
     asked = _first([each for each in everything if each.kind == RULER and each.context_tokens == context], questions)
     written = _first([each for each in everything if each.kind != RULER], texts + 1)
-    # The first text of each kind and context sets thresholds, and is not measured.
+    # The first text of each kind and context sets thresholds. It is not measured.
     held_out, measured = _first(written, 1), [each for each in written if each not in _first(written, 1)]
     few = _first([each for each in everything if each.kind == RULER], 1)
     text_of, end_tokens, instruction = _tokenizer(model)
@@ -143,7 +143,7 @@ def run(
 
 @app.command("table")
 def print_tables(
-    results: Annotated[list[Path], typer.Argument(help="Files that `run` wrote, of one model.")],
+    results: Annotated[list[Path], typer.Argument(help="Files of `run`, for one model.")],
 ) -> None:
     """Print the tables of result files."""
     console = open_console()
@@ -152,10 +152,10 @@ def print_tables(
 
 
 def choose_arms(arms: str) -> dict[str, list[str]]:
-    """Returns the arms of each study: those that `arms` names, or all of them without a name.
+    """Return the arms of each study: those in `arms`, or all if it is empty.
 
     Raises:
-        ConfigurationError: for a name that no study has.
+        ConfigurationError: no study has an arm of this name.
     """
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
@@ -178,7 +178,7 @@ def _numbers(value: str) -> list[float]:
 
 
 def _first(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """The first prompts of each kind, task and context."""
+    """Return the first prompts of each kind, task and context."""
     seen: dict[tuple[str, str, int], int] = {}
     found = []
     for prompt in prompts:
@@ -190,7 +190,7 @@ def _first(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], list[int], list[int]]:
-    """Decodes, and gives the tokens that end an answer and those that ask for a repetition."""
+    """Return a decoder, the end tokens, and the tokens that ask for a repetition."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -200,7 +200,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], list[int], lis
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Run the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

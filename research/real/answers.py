@@ -1,4 +1,4 @@
-"""Answers questions from what a rule has kept of their prompts, many at once."""
+"""Answers many questions at once from the tokens that a rule keeps of their prompts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def measure_answers(
     instruction: Sequence[int],
     longest: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each arm, ratio and question.
+    """Yield a row for each arm, ratio and question.
 
     Args:
         model: the model.
         prompts: questions of RULER.
-        arms: names in `RULES`; dense always comes first.
+        arms: names in `RULES`; dense always runs first.
         ratios: shares of a prompt that are kept.
         decode: returns the text of ids.
         end_tokens: ids that end an answer.
         instruction: ids that ask for a repetition of the prompt.
-        longest: most tokens of an answer.
+        longest: maximum tokens of an answer.
     """
     sources: set[Source] = {RULES[arm].source for arm in arms}
     begin = time.monotonic()
@@ -65,7 +65,7 @@ def measure_answers(
 
 
 def keep(read: Read, rule: Rule, ratio: float, scale: float) -> torch.Tensor:
-    """Returns which tokens of a prompt a rule keeps: `[layers, num_kv_heads, num_tokens]` bool."""
+    """Return the tokens of a prompt that a rule keeps: `[layers, num_kv_heads, num_tokens]` bool."""
     tail = read.prompt.tail_tokens
     scores = combine(read.votes_for(rule, scale), read.values, rule, tail)
     return choose(scores, rule, budget_of(read.num_tokens, ratio), tail)
@@ -78,14 +78,14 @@ def answer(
     rooms: Sequence[int],
     end_tokens: Collection[int],
 ) -> list[list[int]]:
-    """Answers greedily; the first token is that of the dense prefill.
+    """Answer greedily. The first token is that of the dense prefill.
 
     Args:
         model: the model.
-        reads: prompts that have been read.
+        reads: prompts after the prefill.
         kept: tokens of each prompt, as `keep` returns them; None for all.
-        rooms: most tokens of each answer.
-        end_tokens: ids that end an answer; they are not part of it.
+        rooms: maximum tokens of each answer.
+        end_tokens: ids that end an answer. Answers do not contain them.
     """
     room, device = max(rooms), model.device
     packed = PackedCache(model, reads, kept, room)
@@ -106,7 +106,7 @@ def answer(
         said.append(token)
         position = position + 1
         done = done | torch.isin(token, ends) | (limit <= step + 2)
-        # Asking the device at each step would make the host wait.
+        # Reading the device at each step would make the host wait.
         if step % 8 == 7 and bool(done.all()):
             break
     return [_cut(ids, room, end_tokens) for ids, room in zip(torch.stack(said, dim=1).tolist(), rooms, strict=True)]
@@ -118,7 +118,7 @@ def _cut(ids: list[int], room: int, end_tokens: Collection[int]) -> list[int]:
 
 
 class PackedCache:
-    """What prompts keep, one behind the other in each layer, with room for answers."""
+    """Kept tokens of several prompts, concatenated in each layer, with room for answers."""
 
     def __init__(self, model: Llama, reads: Sequence[Read], kept: Sequence[torch.Tensor | None], room: int) -> None:
         whole = torch.tensor([read.num_tokens for read in reads], device=model.device)
@@ -127,7 +127,7 @@ class PackedCache:
             if mask is not None:
                 counts[row] = mask.sum(dim=-1)
         self.widths: list[int] = counts.amax(dim=(0, 2)).tolist()
-        """Slots of each layer for tokens of prompts."""
+        """Slots of each layer for prompt tokens."""
         self.keys, self.values, self.hidden = [], [], []
         for layer, width in enumerate(self.widths):
             shape = len(reads), model.num_kv_heads, width + room, model.head_size
@@ -136,7 +136,7 @@ class PackedCache:
             slot = torch.arange(width, device=model.device)
             self.hidden.append((slot >= counts[:, layer, :, None])[:, :, None])
         for row, (read, mask) in enumerate(zip(reads, kept, strict=True)):
-            # Kept tokens first, in the order of the text.
+            # Kept tokens come first, in text order.
             order = None if mask is None else (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
             for layer, width in enumerate(self.widths):
                 for packed, stored in ((self.keys, read.keys), (self.values, read.values)):
@@ -147,7 +147,7 @@ class PackedCache:
 
     def attend(self, layer: int, step: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                scale: float) -> torch.Tensor:  # fmt: skip
-        """Writes one token of each answer, and attends to what is kept and to the answer."""
+        """Write one token of each answer. Attend to the kept tokens and to the answer."""
         keys, values, width = self.keys[layer], self.values[layer], self.widths[layer]
         end = width + step + 1
         keys[:, :, end - 1], values[:, :, end - 1] = key[:, :, 0], value[:, :, 0]

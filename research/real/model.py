@@ -1,4 +1,4 @@
-"""A Llama in plain torch whose attention is a function that the caller gives."""
+"""A Llama in plain torch. The caller supplies the attention function."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Llama:
     """The weights, and the forward pass around the attention."""
 
     def __init__(self, config: Mapping[str, object], weights: Mapping[str, torch.Tensor], device: str) -> None:
-        """Takes a configuration and weights as transformers stores them.
+        """Take a configuration and weights in transformers' format.
 
         Raises:
-            ConfigurationError: for a model that is not a Llama.
+            ConfigurationError: the model is not a Llama.
         """
         if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
             raise ConfigurationError(f"model: got {config['model_type']!r}, allowed: a Llama without biases")
@@ -45,7 +45,7 @@ class Llama:
 
     @classmethod
     def load(cls, folder: Path, device: str, dtype: torch.dtype) -> Llama:
-        """Loads a folder with `config.json` and `model.safetensors`."""
+        """Load a folder with `config.json` and `model.safetensors`."""
         from safetensors.torch import load_file
 
         try:
@@ -56,11 +56,11 @@ class Llama:
         return cls(config, {name: weight.to(dtype) for name, weight in weights.items()}, device)
 
     def weight(self, layer: int, name: str) -> torch.Tensor:
-        """Returns a weight of a layer, such as `self_attn.o_proj`."""
+        """Return a weight of a layer, such as `self_attn.o_proj`."""
         return self._weights[f"layers.{layer}.{name}.weight"]
 
     def rotate(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gives queries or keys their positions; negative positions take them away again.
+        """Rotate queries or keys to their positions. Negative positions undo it.
 
         Args:
             rows: `[batch, heads, tokens, head_size]`.
@@ -81,7 +81,7 @@ class Llama:
         attend: Attend,
         project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Runs all layers; returns `[batch, tokens, hidden_size]` before the last norm.
+        """Run all layers. Return `[batch, tokens, hidden_size]` before the last norm.
 
         Args:
             tokens: `[batch, tokens]` ids.
@@ -110,12 +110,12 @@ class Llama:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits of hidden states."""
+        """Return float32 logits of hidden states."""
         return F.linear(self._norm(hidden, self._weights["norm.weight"]), self._weights["lm_head.weight"]).float()
 
     @property
     def linear_parameters(self) -> int:
-        """Parameters that every token of a prompt is multiplied with."""
+        """Return the number of parameters that multiply every token of a prompt."""
         return sum(weight.numel() for name, weight in self._weights.items() if "_proj" in name)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _integer(config: Mapping[str, object], name: str) -> int:
 
 
 class Cache:
-    """Keys and values of one sequence, layer by layer, with room for more."""
+    """Keys and values of one sequence by layer, with room for more."""
 
     def __init__(self, model: Llama, room: int) -> None:
         shape = model.num_layers, model.num_kv_heads, room, model.head_size
@@ -137,14 +137,14 @@ class Cache:
         self.length = 0
 
     def put(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a batch of one behind what is there; returns all keys and values of the layer."""
+        """Append a batch of one. Return all keys and values of the layer."""
         end = self.length + key.shape[2]
         self.keys[layer, :, self.length : end], self.values[layer, :, self.length : end] = key[0], value[0]
         return self.keys[layer, :, :end], self.values[layer, :, :end]
 
 
 def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attends causally, the queries being the newest tokens: `[batch, heads, tokens, head_size]` each."""
+    """Attend causally. Queries are the newest tokens: `[batch, heads, tokens, head_size]` each."""
     tokens, total = query.shape[2], keys.shape[2]
     if tokens == total:
         return masked_attention(query, keys, values, scale, None)
@@ -155,15 +155,15 @@ def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
 def masked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attends where a mask `[tokens, num_tokens]` allows it, causally without one; no row of it may be empty."""
-    # The kernel that takes a mask does not take groups.
+    """Attend by a mask `[tokens, num_tokens]`, or causally without one. No row of the mask may be empty."""
+    # The kernel with masks does not support GQA groups.
     group = query.shape[1] // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
     return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
 
 
 def causal_weights(query: torch.Tensor, keys: torch.Tensor, scale: float, rows: torch.Tensor) -> torch.Tensor:
-    """Returns causal attention weights: `[..., num_kv_heads, group_size, rows, num_tokens]` float32.
+    """Return causal attention weights: `[..., num_kv_heads, group_size, rows, num_tokens]` float32.
 
     Args:
         query: `[..., num_query_heads, rows, head_size]`.
@@ -179,13 +179,13 @@ def causal_weights(query: torch.Tensor, keys: torch.Tensor, scale: float, rows: 
 
 
 def read(model: Llama, tokens: torch.Tensor, cache: Cache, watch: Attend | None = None) -> torch.Tensor:
-    """Reads tokens behind a cache densely; returns their hidden states `[tokens, hidden_size]`.
+    """Append tokens to a cache, densely. Return their hidden states `[tokens, hidden_size]`.
 
     Args:
         model: the model.
         tokens: `[tokens]` ids.
-        cache: grows by them.
-        watch: sees queries, and all keys and values, of each layer; what it returns is ignored.
+        cache: grows by the tokens.
+        watch: receives queries, and all keys and values, of each layer. Its result is ignored.
     """
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

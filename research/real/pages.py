@@ -1,4 +1,4 @@
-"""Compares statistics of pages at equal bytes: how much attention weight do the pages hold that they choose?"""
+"""Compares page statistics of equal size: the attention weight of the pages that they select."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from research.real.texts import RULER, Prompt
 PAGE = 8
 """Tokens of a page."""
 QUERIES = 96
-"""Newest queries of a text that are measured; of a question those of its answer."""
+"""Number of newest queries of a text that are measured; for questions, the queries of the answer."""
 BUDGETS = (16, 64, 256)
-"""Pages that are read, the first and the newest complete page included; the incomplete page is read besides."""
+"""Pages that are read, including the first and the newest complete page. The incomplete page is read in addition."""
 REFINED = (0.125, 0.25, 0.5)
-"""Shares of the pages that a second level scores."""
+"""Shares of the pages that the second level scores."""
 _BELOW = 1e4
-"""Taken off the scores of a first level, so that they are below those of a second."""
+"""Subtracted from scores of the first level, which puts them below those of the second level."""
 SUPER = 4
-"""Pages of a first level that has one record for several of them."""
+"""Pages per record of a coarse first level."""
 
 Estimate = Callable[[torch.Tensor], torch.Tensor]
-"""Takes scaled queries `[rows, num_kv_heads, group_size, head_size]` float32, and gives the estimated log weight of
-each page: `[rows, num_kv_heads, group_size, num_pages]`."""
+"""Takes scaled queries `[rows, num_kv_heads, group_size, head_size]` float32. Returns the estimated log weight of each
+page: `[rows, num_kv_heads, group_size, num_pages]`."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is stored of a page."""
+    """A record of a page."""
 
     make: Callable[[torch.Tensor], Estimate]
     """Takes keys `[num_kv_heads, num_pages, PAGE, head_size]` float32."""
     record_bytes: Callable[[int], int]
-    """Bytes of a record by the size of a head."""
+    """Bytes of a record, by head size."""
 
 
 def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
-    """Rounds rows `[..., head_size]` to 8 bits with a step for each."""
+    """Round rows `[..., head_size]` to 8 bits, with one step size per row."""
     step = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1e-8) / 127
     return (rows / step).round() * step
 
 
 def in_codes(name: str, vectors: torch.Tensor) -> torch.Tensor:
-    """Rounds four vectors `[..., 4, head_size]` as the statistics `name` store them."""
+    """Round four vectors `[..., 4, head_size]` like the statistics `name`."""
     codes = KINDS[name].codes
     assert codes is not None
     packed, steps = codes.pack(vectors)
@@ -58,7 +58,7 @@ def in_codes(name: str, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _dot(query: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Products with `[num_kv_heads, num_pages, vectors, head_size]`: `[..., num_pages, vectors]`."""
+    """Return products with `[num_kv_heads, num_pages, vectors, head_size]`: `[..., num_pages, vectors]`."""
     return torch.einsum("rhgd,hpvd->rhgpv", query, vectors)
 
 
@@ -68,7 +68,7 @@ def _split(keys: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _by_direction(keys: torch.Tensor) -> torch.Tensor:
-    """Sorts the keys of each page along the direction of their farthest key from the mean."""
+    """Sort the keys of each page along the direction from the mean to the farthest key."""
     centred = keys - keys.mean(dim=-2, keepdim=True)
     far = centred.norm(dim=-1).argmax(dim=-1)
     direction = centred.gather(-2, far[..., None, None].expand(*far.shape, 1, keys.shape[-1]))
@@ -77,7 +77,7 @@ def _by_direction(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _centred(keys: torch.Tensor) -> torch.Tensor:
-    """Takes the mean of all keys of a head away: it adds the same to all logits of a query."""
+    """Subtract the mean of all keys of a head. It adds the same value to all logits of a query."""
     return keys - keys.mean(dim=(1, 2), keepdim=True)
 
 
@@ -90,7 +90,7 @@ def _sum_of(vectors: torch.Tensor) -> Estimate:
 
 
 def _with_deviation(vectors: torch.Tensor, deviation: torch.Tensor, weight: float) -> Estimate:
-    """The best vector, and `weight` times the query's norm times the deviation `[num_kv_heads, num_pages]`."""
+    """Score the best vector, plus `weight` times query norm times deviation `[num_kv_heads, num_pages]`."""
     return lambda query: (
         _dot(query, vectors).amax(dim=-1) + weight * query.norm(dim=-1, keepdim=True) * deviation[None, :, None]
     )
@@ -123,7 +123,7 @@ def _by_norm(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _far(keys: torch.Tensor) -> torch.Tensor:
-    """The farthest key of a page, and the mean of the others."""
+    """Return the farthest key of a page, and the mean of the others."""
     mean = keys.mean(dim=-2, keepdim=True)
     index = (keys - mean).norm(dim=-1).argmax(dim=-1)[..., None, None].expand(-1, -1, 1, keys.shape[-1])
     far = keys.gather(-2, index)
@@ -165,34 +165,34 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "by_norm8": Kind(lambda k: _best_of(in_8_bits(_by_norm(k))), lambda d: d + 2),
     "quarters_exact": Kind(lambda k: _best_of(_split(k, 4)), lambda d: 8 * d),
 }  # fmt: skip
-"""By the names of arms; `quarters_exact` and `keys_exact` show what the codes cost."""
+"""By name of the arm. `quarters_exact` and `keys_exact` show the loss by quantisation."""
 LEVELS = ("two_levels", "two_levels_super")
-"""Arms with a first level: a mean and a spread of each page, or of `SUPER` pages; then quarters of the best."""
+"""Arms with a first level: mean and spread of each page or of `SUPER` pages. Then quarters of the best pages."""
 ORACLE = "oracle"
 
 
 def first_level(keys: torch.Tensor) -> Estimate:
-    """Mean in 8 bits, and half the largest distance of a quarter from it."""
+    """Return the mean in 8 bits, and half the largest distance of a quarter from it."""
     mean = _split(keys, 1)
     distance = (_split(keys, 4) - mean).norm(dim=-1).amax(dim=-1)
     return _with_deviation(in_8_bits(mean), distance, 0.5)
 
 
 def over_group(estimate: torch.Tensor, reduce: str) -> torch.Tensor:
-    """Makes one score per KV head: the largest of the group, or the mean of the shares that each head expects."""
+    """Return one score per KV head: the largest of the group, or the mean of the heads' estimated shares."""
     return estimate.amax(dim=2) if reduce == "max" else estimate.softmax(dim=-1).mean(dim=2)
 
 
 @dataclass
 class Layer:
-    """What a layer's queries see."""
+    """Attention inputs of a layer."""
 
     query: torch.Tensor
     """`[rows, num_kv_heads, group_size, head_size]` float32, scaled."""
     keys: torch.Tensor
-    """`[num_kv_heads, num_pages, PAGE, head_size]` float32, of pages that are complete for the newest query."""
+    """`[num_kv_heads, num_pages, PAGE, head_size]` float32, pages complete for the newest query."""
     mass: torch.Tensor
-    """`[rows, num_kv_heads, num_pages]` float32, true weight, the mean over the group."""
+    """`[rows, num_kv_heads, num_pages]` float32, true weight, mean over the group."""
     rest: torch.Tensor
     """`[rows, num_kv_heads]`, weight of the incomplete page."""
     complete: torch.Tensor
@@ -200,7 +200,7 @@ class Layer:
 
     @classmethod
     def of(cls, query: torch.Tensor, keys: torch.Tensor, scale: float) -> Layer:
-        """Takes the newest queries `[num_query_heads, rows, head_size]` and keys `[num_kv_heads, num_tokens, ...]`."""
+        """Take the newest queries `[num_query_heads, rows, head_size]` and keys `[num_kv_heads, num_tokens, ...]`."""
         num_tokens = keys.shape[1]
         rows = torch.arange(num_tokens - query.shape[1], num_tokens, device=keys.device)
         weights = causal_weights(query, keys, scale, rows).mean(dim=1).transpose(0, 1)
@@ -212,11 +212,11 @@ class Layer:
         return cls(grouped, pages, mass, 1 - mass.sum(dim=-1), complete)
 
     def best(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Returns the best pages of each query: `[rows, num_kv_heads, budget]`.
+        """Return the best pages of each query: `[rows, num_kv_heads, budget]`.
 
         Args:
             scores: `[rows, num_kv_heads, num_pages]`.
-            budget: pages, the first and the newest included.
+            budget: pages, including the first and the newest.
         """
         page = torch.arange(scores.shape[-1], device=scores.device)
         always = (page == 0) | (page == self.complete[:, None] - 1)
@@ -230,7 +230,7 @@ class Layer:
 
 
 def measure_layer(layer: Layer, arms: Sequence[str], reduces: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields a row for each arm, way to put a group together, and budget."""
+    """Yield a row for each arm, combination of a group, and budget."""
     size = layer.keys.shape[-1]
     for arm in arms:
         if arm == ORACLE:
@@ -263,7 +263,7 @@ def _two_levels(layer: Layer, arm: str) -> Iterator[dict[str, Any]]:
     for share in REFINED:
         best = coarse.topk(max(int(share * count), 1), dim=-1).indices
         refined = torch.zeros_like(fine, dtype=torch.bool).scatter(-1, best, True)
-        # Pages that are not refined fill a budget that is larger than the refined ones.
+        # If the budget exceeds the refined pages, other pages fill it.
         scores = torch.where(refined, fine, coarse - _BELOW)
         about = {"arm": f"{arm}_{share}", "reduce": "max", "bytes": first_bytes + round(share * 2 * size)}
         yield from _budgets(layer, scores, about)
@@ -283,11 +283,11 @@ def _budgets(layer: Layer, scores: torch.Tensor, about: dict[str, Any]) -> Itera
 def measure_pages(
     model: Llama, texts: Sequence[Prompt], arms: Sequence[str], reduces: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each text, arm, way to put a group together, and budget: the mean over layers, heads and rows.
+    """Yield a row for each text, arm, combination of a group, and budget: means over layers, heads and rows.
 
     Args:
         model: the model.
-        texts: texts, and questions with their right answers behind them.
+        texts: texts, and questions followed by their right answers.
         arms: names in `KINDS_OF_PAGES` or `LEVELS`, or `ORACLE`.
         reduces: `max`, `share`, or both.
     """

@@ -1,4 +1,4 @@
-"""Prefills with important tokens only (ZipVL, arXiv 2410.08584), in several forms, and decodes densely after it."""
+"""Prefills with important tokens only (ZipVL, arXiv 2410.08584), in several forms, and then decodes densely."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from research.real.model import Cache, Llama, causal_weights, masked_attention, 
 from research.real.texts import Prompt
 
 SCORED = 128
-"""Newest tokens of a text, which are decoded densely behind the prefill."""
+"""Newest tokens of a text. They are decoded densely after the prefill."""
 WITHIN = 96
-"""Newest tokens of the prefill, whose own predictions are compared."""
+"""Newest tokens of the prefill whose predictions are compared."""
 PROBES = 64
-"""Newest rows that vote, and as many at random."""
+"""Number of newest rows that vote, and of random rows."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How important tokens are chosen, and what becomes of the others."""
+    """Selection of important tokens, and treatment of the others."""
 
     others: Literal["zero", "rows", "dense"] = "zero"
-    """The output of an unimportant token is zero, or its attention to important tokens, or dense attention (a bound: it
-    saves nothing there)."""
+    """Output of an unimportant token: zero, attention to the important tokens, or dense attention (a bound that saves
+    nothing there)."""
     tau: float = 0.975
-    """Share of the attention that important tokens carry."""
+    """Share of the attention weight of important tokens."""
     first_dense: int = 0
-    """First layers that are dense."""
+    """Number of first layers that are dense."""
     sinks: bool = False
     """Whether the first four tokens are always important."""
     local: int = 1
-    """Newest tokens that all rows see besides, themselves included, where others are `rows`; 0 for none."""
+    """With `rows`: newest tokens that all rows also see, themselves included; 0 for none."""
     shortest: int = 0
-    """Tokens that see fewer than this attend densely."""
+    """Tokens with a shorter context attend densely."""
 
 
 FORMS: dict[str, Form] = {
@@ -65,21 +65,21 @@ FORMS: dict[str, Form] = {
     "rows_nolocal": Form("rows", sinks=True, local=0),
     "bound": Form("dense"),
 }
-"""By the names of arms, the most important first."""
+"""By name of the arm, the most important first."""
 NOISE = "noise"
-"""The arm of dense attention in float32 beside dense attention in bfloat16."""
+"""Arm that compares dense attention in float32 and in bfloat16."""
 
 
 def important_tokens(sums: torch.Tensor, seen_by: torch.Tensor, tau: float) -> torch.Tensor:
-    """Chooses the important tokens of a layer (ZipVL, Eq. 7 to 9).
+    """Choose the important tokens of a layer (ZipVL, Eq. 7 to 9).
 
     Args:
         sums: `[num_tokens]` float32, attention of the probe rows, summed over rows and heads.
-        seen_by: `[num_tokens]`, the probe rows that see each token.
-        tau: share of the attention; as many tokens as the most attended ones that reach it are important.
+        seen_by: `[num_tokens]`, number of probe rows that see each token.
+        tau: share of the attention. The number of important tokens is that of the most attended tokens that reach it.
 
     Returns:
-        `[num_tokens]` bool: those of the largest attention per row that sees them, and the last token.
+        `[num_tokens]` bool: tokens with the most attention per row that sees them, and the last token.
     """
     covered = sums.double().sort(descending=True).values.cumsum(dim=0)
     count = (covered < covered[-1] * tau).sum() + 1
@@ -91,7 +91,7 @@ def important_tokens(sums: torch.Tensor, seen_by: torch.Tensor, tau: float) -> t
 
 
 def allowed_pairs(important: torch.Tensor, form: Form) -> torch.Tensor:
-    """Returns what each row of a layer attends to: `[num_tokens, num_tokens]` bool, empty rows for zero outputs."""
+    """Return the pairs of a layer that attend: `[num_tokens, num_tokens]` bool. Empty rows mean zero output."""
     position = torch.arange(len(important), device=important.device)
     row, column = position[:, None], position[None]
     causal = column <= row
@@ -106,13 +106,13 @@ def allowed_pairs(important: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 class Prefill:
-    """Attention of one prompt in one form; counts what it computes."""
+    """Attention of one prompt in one form. Counts the computed work."""
 
     def __init__(self, model: Llama, form: Form, cache: Cache, num_tokens: int, seed: int) -> None:
         self.kept: list[float] = []
-        """Share of important tokens by layer."""
+        """Share of important tokens, by layer."""
         self.pairs: list[float] = []
-        """Pairs of a query and a key that attend, over those of dense attention, by layer."""
+        """Pairs of query and key that attend, over those of dense attention, by layer."""
         self._model, self._form, self._cache = model, form, cache
         newest = min(PROBES, num_tokens)
         drawn = torch.randperm(num_tokens - newest, generator=torch.Generator().manual_seed(seed))[:PROBES]
@@ -141,9 +141,9 @@ class Prefill:
 
 
 def flops_share(model: Llama, num_tokens: int, form: Form, pairs: Sequence[float]) -> dict[str, float]:
-    """Estimates the work of a prefill over that of dense attention: of attention alone, and of the whole model.
+    """Estimate the operations of a prefill over those of dense attention: for attention, and for the whole model.
 
-    A multiplication and an addition are two operations. Probe rows are computed twice: once for the votes.
+    A multiplication and an addition are two operations. Probe rows are computed twice, once for the votes.
     """
     per_pair = 4 * model.num_heads * model.head_size
     dense = model.num_layers * per_pair * num_tokens * (num_tokens + 1) / 2
@@ -156,12 +156,12 @@ def flops_share(model: Llama, num_tokens: int, form: Form, pairs: Sequence[float
 def measure_prefill(
     model: Llama, exact: Llama | None, texts: Sequence[Prompt], arms: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each arm and text: the share of next tokens that are those of dense attention.
+    """Yield a row for each arm and text: the share of next tokens equal to those of dense attention.
 
     Args:
         model: the model.
-        exact: the same in float32, for the noise of dense attention; None to leave that out.
-        texts: what is read.
+        exact: the model in float32, for the noise of dense attention; None to omit the noise.
+        texts: texts to read.
         arms: names in `FORMS`.
     """
     for number, text in enumerate(texts):
@@ -201,7 +201,7 @@ def _agreement(dense: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tens
 def _predictions(
     model: Llama, tokens: torch.Tensor, before: int, prefill: Prefill | None, cache: Cache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the likeliest next tokens of the newest rows of the prefill, and of what is decoded behind it."""
+    """Return the likeliest next tokens of the newest prefill rows, and of the tokens decoded after them."""
     cache = cache or Cache(model, len(tokens))
     if prefill is None:
         hidden = read(model, tokens[:before], cache)

@@ -1,4 +1,4 @@
-"""Tables of what was measured."""
+"""Tables of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESAMPLES = 2000
 
 
 def tables(rows: Rows) -> Iterator[Table]:
-    """Yields a table for each study that rows have."""
+    """Yield a table for each study in the rows."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
     }  # fmt: skip
@@ -29,7 +29,7 @@ def tables(rows: Rows) -> Iterator[Table]:
 
 
 def relative(scores: Sequence[float], dense: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the mean of paired scores over that of dense attention, with a 95 % bootstrap interval over questions."""
+    """Return the mean of paired scores over that of dense attention, with a 95 % bootstrap interval over questions."""
     pairs = np.array([scores, dense])
     if not pairs[1].any():
         return float("nan"), float("nan"), float("nan")
@@ -113,7 +113,7 @@ def _pages(rows: Rows) -> list[Table]:
     budgets = sorted({row["pages"] for row in scored})
     made = []
     for (kind, context), of_kind in _groups(scored, "kind", "context_tokens").items():
-        table = Table(title=f"Weight that chosen pages hold: {kind}, {context} tokens")
+        table = Table(title=f"Weight of the selected pages: {kind}, {context} tokens")
         for column in ("arm", "group", "bytes", *(f"{budget} pages" for budget in budgets)):
             table.add_column(column, no_wrap=True)
         for (arm, reduce, size), group in _groups(of_kind, "arm", "reduce", "bytes").items():

@@ -1,4 +1,4 @@
-"""Skips KV groups of a decode step by several rules, with thresholds from held-out texts."""
+"""Skips KV groups in decode steps by several rules, with thresholds from held-out texts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from research.real.model import Cache, Llama, causal_weights, read
 from research.real.texts import Prompt
 
 SCORED = 128
-"""Newest tokens of a text, which are decoded behind the rest."""
+"""Newest tokens of a text. They are decoded after the rest."""
 DENSE_LAYERS = 2
-"""First layers, which are not routed."""
+"""Number of first layers, which are not routed."""
 SINK_MASS = 0.5
-"""Weight of token 0, the mean over a group's heads, from which the group is a sink group."""
+"""A group is a sink group if its weight on token 0, mean over its heads, reaches this value."""
 
 Score = Literal["cosine", "mass", "mass_min", "mass_before", "value", "energy", "energy_before", "fill_error", "static"]
-"""Cosine of query and first key; weight of token 0, the mean or smallest of the heads; that weight by the logsumexp of
-the step before; cosine minus the norm of the first value over the mean norm; what the group adds to the residual
-stream, now or in the step before; what it adds beside the filled value; its mean over held-out texts."""
+"""Cosine of query and first key; weight of token 0, mean or minimum over heads; that weight by the logsumexp of the
+previous step; cosine minus the norm of the first value over the mean norm; the group's addition to the residual stream,
+in this or the previous step; its difference from the filled value; its mean over held-out texts."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which groups are skipped, and what their output is."""
+    """Rule for the skipped groups and their output."""
 
     score: Score = "cosine"
     fill: Literal["zero", "sink", "mean"] = "zero"
-    """The output of a skipped group: zero, the first value by its weight, or that and the mean value by the rest."""
+    """Output of a skipped group: zero, the first value times its weight, or that plus the mean value times the rest."""
     half: bool = False
     """Whether the half of the layers with the least weight on token 0 is not routed."""
 
@@ -59,40 +59,40 @@ ROUTINGS: dict[str, Routing] = {
     "fill_error_mean": Routing("fill_error", "mean"),
     "mass_half": Routing("mass", half=True),
 }
-"""By the names of arms, the most important first."""
+"""By name of the arm, the most important first."""
 DENSE, NOISE = "dense", "noise"
 
 
 @dataclass
 class Held:
-    """What held-out texts say of a rule."""
+    """Values of a rule from held-out texts."""
 
     threshold: float
-    """Groups of this score or more are skipped."""
+    """Groups with this score or more are skipped."""
     routed: torch.Tensor
     """`[layers, num_kv_heads]` bool, groups that may be skipped."""
     energy: torch.Tensor
-    """`[layers, num_kv_heads]`, what each adds to the residual stream, the mean."""
+    """`[layers, num_kv_heads]`, mean addition of each group to the residual stream."""
 
 
 class RoutedDecode:
-    """Attention of consecutive tokens behind a cache, each as in a decode step of its own, with skipped groups."""
+    """Attention of consecutive tokens after a cache, each as in a separate decode step, with skipped groups."""
 
     def __init__(self, model: Llama, cache: Cache, rule: Routing, held: Held | None) -> None:
-        """Takes a rule, and what is held of it; None skips nothing, and only collects scores."""
+        """Take a rule and its held-out values. None skips nothing and only collects scores."""
         self.scores: list[torch.Tensor] = []
-        """`[num_kv_heads, rows]` of each layer."""
+        """`[num_kv_heads, rows]` per layer."""
         self.mass: list[torch.Tensor] = []
-        """Weight of token 0, the mean over a group's heads, alike."""
+        """Weight of token 0, mean over a group's heads, in the same shape."""
         self.energy: list[torch.Tensor] = []
-        """Norm of what a group adds to the residual stream over the norm of the stream, alike."""
+        """Norm of a group's addition to the residual stream over the norm of the stream, in the same shape."""
         self.skipped: list[torch.Tensor] = []
-        """Whether the group was skipped, alike; bool."""
+        """Whether the group was skipped, in the same shape; bool."""
         self._model, self._cache, self._rule, self._held = model, cache, rule, held
         self._late: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """See `model.Attend`; what is skipped is decided in `project`, which knows the residual stream."""
+        """See `model.Attend`. `project` decides what is skipped, because it knows the residual stream."""
         keys, values = self._cache.put(layer, key, value)
         rows = torch.arange(keys.shape[1] - query.shape[2], keys.shape[1], device=keys.device)
         weights = causal_weights(query[0], keys, self._model.scale, rows)
@@ -101,7 +101,7 @@ class RoutedDecode:
         first = keys[:, None, None, 0].float()
         logit = (grouped * first).sum(dim=-1) * self._model.scale
         mass = weights[..., 0]
-        # log of the softmax's denominator, of the token before; the first token knows its own.
+        # log of the softmax's denominator for the previous token; the first token uses its own.
         denominator = logit - mass.clamp(min=1e-30).log()
         before = torch.cat([denominator[..., :1], denominator[..., :-1]], dim=-1)
         estimate = (logit - before).exp().clamp(max=1)
@@ -128,7 +128,7 @@ class RoutedDecode:
         return output.flatten(0, 1)[None]
 
     def project(self, layer: int, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Skips groups, and returns what the attention adds to the residual stream."""
+        """Skip groups. Return the attention's addition to the residual stream."""
         assert self._late is not None
         attended, fill = self._late
         stream = x[0].float().norm(dim=-1)
@@ -152,7 +152,7 @@ class RoutedDecode:
         return F.linear(chosen.transpose(0, 1).flatten(1)[None], self._model.weight(layer, "self_attn.o_proj"))
 
     def _added(self, layer: int, output: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of what each group adds to the residual stream: `[num_kv_heads, rows]`."""
+        """Return the norm of each group's addition to the residual stream: `[num_kv_heads, rows]`."""
         weight = self._model.weight(layer, "self_attn.o_proj").float().unflatten(1, (len(output), -1))
         rows = output.float().transpose(1, 2).flatten(2)
         added: torch.Tensor = torch.einsum("hrd,ohd->hro", rows, weight).norm(dim=-1)
@@ -160,11 +160,11 @@ class RoutedDecode:
 
 
 def hold(model: Llama, rule: Routing, runs: Sequence[RoutedDecode], share: float) -> Held:
-    """Sets the threshold of a rule so that a share of all groups of held-out texts is skipped.
+    """Set the threshold of a rule so that it skips a share of all groups of held-out texts.
 
     Args:
         model: the model.
-        rule: what the scores are.
+        rule: defines the scores.
         runs: dense runs that collected the scores of the rule.
         share: of the groups of all layers.
     """
@@ -188,11 +188,11 @@ def measure_routing(
     model: Llama, exact: Llama | None, held_out: Sequence[Prompt], texts: Sequence[Prompt], arms: Sequence[str],
     shares: Sequence[float],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yields a row for each arm, share and text: next tokens that are those of dense attention.
+    """Yield a row for each arm, share and text: the share of next tokens equal to those of dense attention.
 
     Args:
         model: the model.
-        exact: the same in float32, for the noise of dense attention; None to leave that out.
+        exact: the model in float32, for the noise of dense attention; None to omit the noise.
         held_out: texts that set the thresholds.
         texts: texts that are measured.
         arms: names in `ROUTINGS`.
@@ -241,7 +241,7 @@ def _read(model: Llama, text: Prompt) -> Cache:
 def _decode(
     model: Llama, cache: Cache, text: Prompt, rule: Routing, held: Held | None
 ) -> tuple[RoutedDecode, torch.Tensor]:
-    """Decodes the newest tokens of a text; the cache stays as it was, but for what lies behind its end."""
+    """Decode the newest tokens of a text. The cache stays unchanged up to its end."""
     run = RoutedDecode(model, cache, rule, held)
     tokens = torch.tensor(text.tokens[-SCORED:], device=model.device)
     positions = torch.arange(cache.length, cache.length + len(tokens), device=model.device)
@@ -250,7 +250,7 @@ def _decode(
 
 
 def _fused(model: Llama, cache: Cache, text: Prompt) -> torch.Tensor:
-    """As `_decode` without routing, by the attention of the prefill."""
+    """Decode like `_decode` without routing, with the attention of the prefill."""
     tokens = torch.tensor(text.tokens[-SCORED:], device=model.device)
     found = model.logits(read(model, tokens, cache)).argmax(dim=-1)
     cache.length -= len(tokens)

@@ -1,7 +1,7 @@
 """Rules that choose which tokens of a prompt each KV head keeps.
 
-A rule is data: whose attention votes, how votes of queries, heads and neighbours are put together, and how the budget
-is spread. `RULES` names the rules that are compared; another one needs an entry there.
+A rule states whose attention votes, how votes of queries, heads and neighbours are combined, and how the budget is
+distributed. `RULES` contains the compared rules; a new rule needs an entry there.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 SINKS = 4
-"""First tokens, which are always kept."""
+"""Number of first tokens that are always kept."""
 BLOCK = 16
-"""Tokens of a block: a budget is a number of whole blocks."""
+"""Tokens of a block. A budget is a whole number of blocks."""
 
 Source = Literal["window", "h2o", "expected", "repeat", "answer", "newest"]
-"""Whose attention votes: the newest queries, all queries of the prompt, expected later queries, a second reading of the
-prompt, the queries of the dense answer (no server has them), or nothing: the newest tokens are kept."""
+"""Source of the votes: the newest queries, all queries of the prompt, expected later queries, a second reading of the
+prompt, the queries of the dense answer (no server has them), or no votes: the newest tokens are kept."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the tokens of a prompt are chosen."""
+    """A rule that chooses the tokens of a prompt."""
 
     source: Source = "window"
     window: int = 32
-    """Newest tokens, which are kept; their queries vote if the source is the window."""
+    """Number of newest tokens that are kept. Their queries vote if the source is `window`."""
     skip_tail: bool = False
-    """Whether the tokens of the chat template behind the question do not vote; they are kept besides."""
+    """Whether the tokens of the chat template after the question do not vote. They are kept in addition."""
     queries: Literal["sum", "max"] = "sum"
-    """How the votes of queries are put together."""
+    """How to combine the votes of queries."""
     group: Literal["mean", "max"] = "mean"
-    """How the votes of the query heads of a KV head are put together."""
+    """How to combine the votes of the query heads of a KV head."""
     values: bool = False
     """Whether a vote is multiplied with the norm of the token's value (VATP)."""
     pool: int = 5
-    """Tokens around a token, itself included, from which it takes its vote."""
+    """Size of the neighbourhood, token included, from which a token takes its vote."""
     ahead: int = 0
-    """A token takes the largest vote of so many tokens before it, and of two behind it; replaces `pool`."""
+    """A token takes the largest vote of this many tokens before it, and of two after it. Replaces `pool`."""
     average: bool = False
-    """Whether it takes their average instead of the largest."""
+    """Whether a token takes the average instead of the largest vote."""
     page: int = 1
-    """Tokens of a page: whole pages are kept, by the sum of their votes."""
+    """Tokens of a page. Whole pages are kept, by the sum of their votes."""
     across: Literal["none", "layer", "model"] = "none"
     """Heads that keep the same tokens, by the mean of their votes: those of a layer, or all."""
     strongest: bool = False
     """Whether heads that keep the same tokens take the largest vote instead of the mean."""
     adaptive: bool = False
-    """Whether the heads of a layer share one budget by their votes, at least a fifth of it each (AdaKV)."""
+    """Whether the heads of a layer share one budget by their votes, each at least a fifth of its share (AdaKV)."""
     whole_layers: int = 0
-    """First layers that keep everything; the others keep less."""
+    """Number of first layers that keep everything. The others keep less."""
     pyramid: float = 0.0
     """Average budget of the layers over that of the last one (PyramidKV's beta); 0 for equal budgets."""
     recent_share: float = 0.0
@@ -61,7 +61,7 @@ class Rule:
 
     @property
     def serves(self) -> str:
-        """What the serving code needs for the rule: `setting`, `code`, or why it cannot be built."""
+        """What the serving code needs for the rule: `setting`, `code`, or the reason why it cannot be built."""
         if self.adaptive:
             return "no: budgets of heads differ, and all heads of a layer share blocks"
         if self.source == "answer":
@@ -71,11 +71,11 @@ class Rule:
         return "setting" if built else "code"
 
     def newest(self, budget: int, tail: int) -> int:
-        """Returns how many of the newest tokens are kept whatever their votes.
+        """Return the number of newest tokens that are kept regardless of votes.
 
         Args:
             budget: tokens that a head keeps.
-            tail: tokens of the chat template behind the question.
+            tail: tokens of the chat template after the question.
         """
         return max(self.window + (tail if self.skip_tail else 0), int(self.recent_share * budget))
 
@@ -136,22 +136,22 @@ RULES: dict[str, Rule] = {
     "whole4": Rule(pool=25, whole_layers=4),
     "newest": Rule(source="newest"),
 }
-"""By the names of arms, the most important first."""
+"""By name of the arm, the most important first."""
 
 
 def combine(votes: torch.Tensor, values: torch.Tensor, rule: Rule, tail: int = 0) -> torch.Tensor:
-    """Makes one score per KV head and token of the votes of query heads.
+    """Combine the votes of query heads into one score per KV head and token.
 
     Args:
         votes: `[layers, num_kv_heads, group_size, num_tokens]` float32, non-negative.
         values: `[layers, num_kv_heads, num_tokens, head_size]`.
-        rule: how heads and neighbours are put together.
-        tail: tokens of the chat template behind the question.
+        rule: how to combine heads and neighbours.
+        tail: tokens of the chat template after the question.
 
     Returns:
         `[layers, num_kv_heads, num_tokens]` float32.
     """
-    # A token that is kept anyway lends no neighbour its vote.
+    # A token that is always kept gives no neighbour its vote.
     votes = votes.clone()
     votes[..., max(votes.shape[-1] - rule.newest(0, tail), 0) :] = 0
     scores = votes.mean(dim=2) if rule.group == "mean" else votes.amax(dim=2)
@@ -165,14 +165,14 @@ def combine(votes: torch.Tensor, values: torch.Tensor, rule: Rule, tail: int = 0
 
 
 def pool(scores: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Gives each token the largest or average score of its neighbours or the sum of its page: `[..., num_tokens]`."""
+    """Return the largest or average score of each token's neighbours, or the sum of its page: `[..., num_tokens]`."""
     if rule.page > 1:
         short = -scores.shape[-1] % rule.page
         pages: torch.Tensor = F.pad(scores, (0, short)).unflatten(-1, (-1, rule.page)).sum(dim=-1)
         return pages.repeat_interleave(rule.page, dim=-1)[..., : scores.shape[-1]]
     rows = scores.flatten(0, -2)
     if rule.ahead:
-        # Votes are not negative, so zeros beyond the ends count nothing.
+        # Votes are not negative, so padding with zeros changes nothing.
         rows = F.max_pool1d(F.pad(rows, (rule.ahead - 1, 2)), rule.ahead + 2, stride=1)
     elif rule.average:
         rows = F.avg_pool1d(rows, rule.pool, stride=1, padding=rule.pool // 2)
@@ -182,7 +182,7 @@ def pool(scores: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 
 def layer_budgets(rule: Rule, budget: int, num_tokens: int, num_layers: int) -> list[int]:
-    """Returns how many tokens each layer keeps, `budget` on average."""
+    """Return the number of tokens that each layer keeps, `budget` on average."""
     if rule.whole_layers:
         whole = min(rule.whole_layers, num_layers - 1)
         each = (budget * num_layers - num_tokens * whole) / (num_layers - whole)
@@ -196,13 +196,13 @@ def layer_budgets(rule: Rule, budget: int, num_tokens: int, num_layers: int) -> 
 
 
 def choose(scores: torch.Tensor, rule: Rule, budget: int, tail: int = 0) -> torch.Tensor:
-    """Chooses the tokens of each layer.
+    """Choose the tokens of each layer.
 
     Args:
         scores: `[layers, num_kv_heads, num_tokens]`, finite.
-        rule: what is kept whatever its score, and how the budget is spread.
-        budget: tokens per head, the mean of all layers.
-        tail: tokens of the chat template, kept besides the window if they do not vote.
+        rule: which tokens are always kept, and how the budget is distributed.
+        budget: tokens per head, mean of all layers.
+        tail: tokens of the chat template, kept in addition to the window if they do not vote.
 
     Returns:
         `[layers, num_kv_heads, num_tokens]` bool.
@@ -228,12 +228,12 @@ def choose(scores: torch.Tensor, rule: Rule, budget: int, tail: int = 0) -> torc
 
 
 def budget_of(num_tokens: int, ratio: float) -> int:
-    """Returns the tokens of a share of a prompt, in whole blocks."""
+    """Return the tokens of a share of a prompt, in whole blocks."""
     return _blocks(num_tokens * ratio)
 
 
 def survival(kept: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> float:
-    """Returns the share of layers and KV heads that keep all tokens of an answer, the mean over answers."""
+    """Return the share of layers and KV heads that keep all tokens of an answer, mean over answers."""
     if not spans:
         return math.nan
     shares = [kept[..., first:end].all(dim=-1).float().mean() for first, end in spans]

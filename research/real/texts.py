@@ -1,4 +1,4 @@
-"""Prepares what the model reads, in tokens, so that a machine without texts or tokenizers of its own can run it."""
+"""Prepares inputs as tokens, so a machine without texts or tokenizers can run the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_sparse_plugin.tools.eval.items import Prompter
 from vllm_sparse_plugin.tools.eval.ruler import TASKS, build_item
 
 RULER = "ruler"
-"""The kind of prompts with an answer; other kinds are texts."""
+"""The kind of prompts with an answer. Other kinds are texts."""
 TASK_NAMES = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
     "niah_multiquery", "vt",
@@ -34,17 +34,17 @@ class Prompt:
     task: str = ""
     answers: tuple[str, ...] = ()
     answer_tokens: int = 0
-    """Room for the answer."""
+    """Maximum tokens of the answer."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Where the answers lie in the prompt, if each does so once: first token, and the one behind the last."""
+    """Token spans of the answers in the prompt, if each occurs once: first token, and the token after the last."""
     tail_tokens: int = 0
-    """Tokens of the chat template behind the question."""
+    """Tokens of the chat template after the question."""
     gold: tuple[int, ...] = ()
     """Ids of the right answer."""
 
 
 def ruler_prompts(tokenizer: Any, tasks: Sequence[str], context: int, count: int, seed: int) -> Iterator[Prompt]:
-    """Yields questions of RULER in the model's chat template, the question in the prompt."""
+    """Yield RULER questions in the model's chat template, with the question in the prompt."""
     prompter = Prompter(tokenizer, chat=True)
     for task in tasks:
         for index in range(count):
@@ -62,12 +62,12 @@ def ruler_prompts(tokenizer: Any, tasks: Sequence[str], context: int, count: int
 
 
 def find_spans(text: str, offsets: Sequence[tuple[int, int]], answers: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Returns the tokens that each answer covers; none unless each occurs exactly once.
+    """Return the token span of each answer; empty unless each answer occurs exactly once.
 
     Args:
         text: the prompt.
-        offsets: first character of each token, and the one behind its last.
-        answers: what to find.
+        offsets: start and end of each token in characters.
+        answers: texts to find.
     """
     found = []
     for answer in answers:
@@ -81,10 +81,10 @@ def find_spans(text: str, offsets: Sequence[tuple[int, int]], answers: Sequence[
 
 
 def text_prompts(tokenizer: Any, kind: str, text: str, context: int, count: int) -> Iterator[Prompt]:
-    """Yields stretches of a text that do not overlap, spread evenly over it.
+    """Yield spans of a text that do not overlap, spread evenly over it.
 
     Raises:
-        ConfigurationError: for too little text.
+        ConfigurationError: the text is too short.
     """
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) < count * context:
@@ -95,17 +95,17 @@ def text_prompts(tokenizer: Any, kind: str, text: str, context: int, count: int)
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Writes compressed JSON lines."""
+    """Write compressed JSON lines."""
     with gzip.open(path, "wt", encoding="utf-8") as file:
         for prompt in prompts:
             print(json.dumps(asdict(prompt), separators=(",", ":")), file=file)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads what `write_prompts` wrote.
+    """Read a file of `write_prompts`.
 
     Raises:
-        ConfigurationError: for another file.
+        ConfigurationError: the file has another format.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Reads a prompt densely, and collects the votes of every source that a rule can ask for."""
+"""Reads a prompt densely and collects the votes of every source."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from research.real.rules import SINKS, Rule, Source
 from research.real.texts import Prompt
 
 LONGEST_WINDOW = 192
-"""Newest queries of a prompt that are kept."""
+"""Number of newest queries of a prompt that are kept."""
 _ROWS = 512
 _LATER = 512
-"""Positions behind the prompt over which the rotation of an expected query is averaged."""
+"""Positions after the prompt over which the rotation of an expected query is averaged."""
 _EPSILON = 0.02
-"""Added to expected attention before it meets the values' norms, as kvpress has it."""
+"""Added to expected attention before it is multiplied by the values' norms, as in kvpress."""
 
 
 @dataclass
 class Read:
-    """A prompt that has been read."""
+    """A prompt after the prefill."""
 
     prompt: Prompt
     cache: Cache
@@ -31,7 +31,7 @@ class Read:
     first: int
     """The first token of the dense answer."""
     votes: dict[Source, torch.Tensor] = field(default_factory=dict)
-    """`[layers, num_kv_heads, group_size, num_tokens]` float32 by source, but for the window."""
+    """`[layers, num_kv_heads, group_size, num_tokens]` float32 by source, without the window."""
 
     @property
     def num_tokens(self) -> int:
@@ -45,11 +45,11 @@ class Read:
 
     @property
     def values(self) -> torch.Tensor:
-        """As `keys`."""
+        """In the shape of `keys`."""
         return self.cache.values[:, :, : self.num_tokens]
 
     def votes_for(self, rule: Rule, scale: float) -> torch.Tensor:
-        """Returns the votes that a rule asks for: `[layers, num_kv_heads, group_size, num_tokens]` float32."""
+        """Return the votes for a rule: `[layers, num_kv_heads, group_size, num_tokens]` float32."""
         if rule.source == "newest":
             return self.keys.new_zeros(*self.keys.shape[:2], 1, self.num_tokens, dtype=torch.float32)
         if rule.source != "window":
@@ -63,12 +63,12 @@ class Read:
 
 
 def reduced(weights: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Puts the votes of queries together: `[..., rows, num_tokens]` to `[..., num_tokens]`."""
+    """Combine the votes of queries: `[..., rows, num_tokens]` to `[..., num_tokens]`."""
     return weights.sum(dim=-2) if rule.queries == "sum" else weights.amax(dim=-2)
 
 
 def read_prompt(model: Llama, prompt: Prompt, sources: Collection[Source]) -> Read:
-    """Reads a prompt and collects the votes of some sources, but for `answer` and `repeat`."""
+    """Read a prompt and collect the votes of some sources, except `answer` and `repeat`."""
     tokens = torch.tensor(prompt.tokens, device=model.device)
     cache = Cache(model, len(tokens))
     newest = min(LONGEST_WINDOW, len(tokens))
@@ -91,7 +91,7 @@ def read_prompt(model: Llama, prompt: Prompt, sources: Collection[Source]) -> Re
 
 
 def attention_of_all(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns the attention of all queries on each token, summed: `[num_kv_heads, group_size, num_tokens]`."""
+    """Return the attention on each token, summed over all queries: `[num_kv_heads, group_size, num_tokens]`."""
     sums = torch.zeros(())
     for start in range(0, query.shape[1], _ROWS):
         part = query[:, start : start + _ROWS]
@@ -101,10 +101,10 @@ def attention_of_all(query: torch.Tensor, keys: torch.Tensor, scale: float) -> t
 
 
 def expected_attention(model: Llama, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Returns the attention that queries behind the prompt will pay, if they are normally distributed (kvpress).
+    """Return the expected attention of queries after the prompt, assuming a normal distribution (kvpress).
 
-    Mean and covariance are those of the prompt's queries before rotation; the rotation is averaged over the positions
-    that follow.
+    Mean and covariance are those of the prompt's queries before rotation. The rotation is averaged over the later
+    positions.
 
     Args:
         model: the model.
@@ -122,7 +122,7 @@ def expected_attention(model: Llama, query: torch.Tensor, keys: torch.Tensor) ->
     covariance = centred.transpose(1, 2) @ centred / plain.shape[1]
     later = torch.arange(num_tokens, num_tokens + _LATER, device=query.device)
     unit = torch.eye(model.head_size, device=query.device)
-    # Row i of the rotation is what becomes of the i-th unit vector.
+    # Row i of the rotation is the rotated i-th unit vector.
     rotation = model.rotate(unit[None, :, None].expand(1, -1, _LATER, -1), later)[0].mean(dim=1)
     mean, covariance = mean @ rotation, rotation.T @ covariance @ rotation
     grouped = keys.float().repeat_interleave(len(query) // len(keys), dim=0)
@@ -133,7 +133,7 @@ def expected_attention(model: Llama, query: torch.Tensor, keys: torch.Tensor) ->
 
 
 def watch_answer(model: Llama, prompt: Read, answer: Sequence[int]) -> None:
-    """Collects the votes of the dense answer's queries; no server has them before it must choose."""
+    """Collect the votes of the dense answer's queries. A server does not have them when it must choose."""
     votes: list[torch.Tensor] = []
     if not answer:
         prompt.votes["answer"] = prompt.keys.new_zeros(
@@ -146,11 +146,11 @@ def watch_answer(model: Llama, prompt: Read, answer: Sequence[int]) -> None:
 
 
 def read_again(model: Llama, prompt: Read, instruction: Sequence[int], chunk: int = 1024) -> None:
-    """Collects the largest attention that a second reading of the prompt pays each token (KVzip, arXiv 2505.23416).
+    """Collect the largest attention on each token in a second reading of the prompt (KVzip, arXiv 2505.23416).
 
     Args:
         model: the model.
-        prompt: what is read again, in chunks behind the prompt.
+        prompt: read again, in chunks after the prompt.
         instruction: tokens that ask for a repetition, before each chunk.
         chunk: tokens of the prompt in a chunk.
     """
@@ -168,7 +168,7 @@ def _largest(weights: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def _extend(model: Llama, prompt: Read, tokens: torch.Tensor, watch: object) -> None:
-    """Reads tokens behind a prompt, whose cache stays as it is; `watch` sees the weights of each layer."""
+    """Read tokens after a prompt without changing its cache. `watch` receives the weights of each layer."""
     assert callable(watch)
     rows = torch.arange(prompt.num_tokens, prompt.num_tokens + len(tokens), device=model.device)
 

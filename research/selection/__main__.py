@@ -47,26 +47,30 @@ app = make_app("Page statistics on the queries and keys of a model.")
 @app.command()
 def run(
     output: Output,
-    model: Annotated[Path, typer.Option(help="Folder or Hugging Face name of a model; needle-8m.")] = NEEDLE_8M,
-    statistics: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(STATISTICS)}.")] = None,
-    page_size: Annotated[list[str] | None, typer.Option(help="Tokens of a page, repeatable; 8.")] = None,
-    budget: Annotated[list[str] | None, typer.Option(help="In tokens, repeatable; 64,128,512,2K.")] = None,
-    coverage: Annotated[list[str] | None, typer.Option(help="Share of the weight, repeatable; 0.9,0.95.")] = None,
+    model: Annotated[Path, typer.Option(help="Folder or Hugging Face name. Default: needle-8m.")] = NEEDLE_8M,
+    statistics: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(STATISTICS)}.")] = None,
+    page_size: Annotated[list[str] | None, typer.Option(help="Tokens of a page, repeatable. Default: 8.")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help="Tokens, repeatable. Default: 64,128,512,2K.")] = None,
+    coverage: Annotated[
+        list[str] | None, typer.Option(help="Share of the weight, repeatable. Default: 0.9,0.95.")
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with `prompt` and perhaps `completion`; needle questions without.")
+        Path | None, typer.Option(help="JSON lines with `prompt` and an optional `completion`. Default: needles.")
     ] = None,
-    queries: Annotated[int, typer.Option(min=1, help="Newest tokens that are measured without a completion.")] = 16,
-    context: Annotated[list[str] | None, typer.Option(help="Of needle questions in tokens, repeatable; 8K.")] = None,
+    queries: Annotated[int, typer.Option(min=1, help="Newest tokens to measure without a completion.")] = 16,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Tokens of needle questions, repeatable. Default: 8K.")
+    ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Of needle questions, repeatable; {','.join(QUICK_TASKS)}.")
+        list[str] | None, typer.Option(help=f"Needle task, repeatable. Default: {','.join(QUICK_TASKS)}.")
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="For each task and context.")] = 2,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per task and context.")] = 2,
     seed: Seed = 0,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Run a model once over each text and measure every selection of its layers; exit code 3 if time runs out."""
+    """Run a model once over each text and measure every selection of its layers. Exit code 3 if time runs out."""
     end = time.monotonic() + time_limit
     kinds = {name: STATISTICS[name] for name in parse_names("statistics", statistics or STATISTICS, list(STATISTICS))}
     sizes = parse_sizes("page_size", page_size or ["8"])
@@ -88,7 +92,7 @@ def run(
         for text in track(texts, "Measuring", console=console, transient=True):
             about = {"document": text.document, "context_tokens": len(text.tokens), "queries": text.queries}
             for index, layer in enumerate(captured.run(text.tokens, text.queries)):
-                # A layer of sliding-window attention selects nothing.
+                # A sliding-window layer selects nothing.
                 for row in measure_layer(layer, kinds, grid) if layer is not None else ():
                     file.write(about | {"layer": index} | row)
             if time.monotonic() > end:
@@ -99,15 +103,15 @@ def run(
 
 @app.command("table")
 def print_table(
-    results: Annotated[list[Path], typer.Argument(help="Files that `run` wrote, of one model.")],
-    by_layer: Annotated[bool, typer.Option("--by-layer", help="A line for each layer.")] = False,
+    results: Annotated[list[Path], typer.Argument(help="Files of `run`, for one model.")],
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="One row per layer.")] = False,
 ) -> None:
     """Print the table of result files."""
     open_console().print(table([each for path in results for each in read_runs(path)], by_layer))
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Run the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

@@ -1,4 +1,4 @@
-"""What a selection reads of the attention weight, by statistics, page size, and budget or coverage."""
+"""Attention weight that a selection reads, by statistics, page size, and budget or coverage."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from vllm_sparse_plugin.metrics.quality import Context, measure
 from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs
 
 SINK_PAGES = RECENT_PAGES = 1
-"""Pages that are always read, as under the policies' defaults."""
+"""Pages that are always read, as in the policies' defaults."""
 LEAST_TOKENS = 128
-"""Tokens that are read at least under a coverage, as under `unique`'s default."""
+"""Minimum tokens read under a coverage, as in `unique`'s default."""
 LEAST_PAGES = SINK_PAGES + RECENT_PAGES + 1
-"""Of a budget: one page that is chosen besides those that are always read."""
+"""Minimum budget: one selected page besides the pages that are always read."""
 TOO_FEW = 0.05
-"""A token and KV head miss their coverage when they get less than it by more than this."""
+"""A token and KV head miss their coverage if they read less than it by more than this."""
 BUDGET, COVERAGE = "budget", "coverage"
 
 
 class Grid(NamedTuple):
-    """What is measured of each of the statistics."""
+    """Budgets and coverages to measure."""
 
     page_sizes: Sequence[int]
     budgets: Sequence[int]
     """In tokens."""
     coverages: Sequence[float]
-    """Shares of the attention weight; measured of statistics that estimate it."""
+    """Shares of the attention weight, for statistics that estimate it."""
 
 
 def measure_layer(layer: LayerInputs, statistics: Mapping[str, Statistics], grid: Grid) -> Iterator[Row]:
-    """Yields a row for each statistics, page size, and budget or coverage; means over query tokens and KV heads."""
+    """Yield a row for each statistics, page size, and budget or coverage: means over query tokens and KV heads."""
     for size in grid.page_sizes:
         pages = Pages.of(layer, size)
         for name, kind in statistics.items():
@@ -52,14 +52,14 @@ def measure_layer(layer: LayerInputs, statistics: Mapping[str, Statistics], grid
 
 
 def count_coverage(pages: Pages, scored: Scores, share: float) -> torch.Tensor:
-    """Counts the pages that reach an estimated share of the attention weight: `[num_queries, num_kv_heads]` int64."""
+    """Count the pages that reach an estimated share of the attention weight: `[num_queries, num_kv_heads]` int64."""
     assert scored.log_weights is not None
     complete, page = (
         pages.complete[:, None, None],
         torch.arange(pages.log_weights.shape[-1], device=pages.complete.device),
     )
     always = (page < SINK_PAGES) | (page >= complete - RECENT_PAGES)
-    # What is read whatever the query is known; the incomplete page is the one behind the complete ones.
+    # The weight of pages that are always read is known. The incomplete page follows the complete ones.
     known = pages.log_weights.masked_fill(~(always & (page <= complete))[:, :, None], -torch.inf).logsumexp(dim=-1)
     missing = page[: pages.count] >= complete
     estimate = scored.log_weights.masked_fill(missing[:, :, None], -torch.inf)

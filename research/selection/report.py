@@ -15,11 +15,11 @@ _COLUMNS = ("recall", "mass", "oracle_mass", "cosine")
 
 
 def table(runs: Sequence[Run], by_layer: bool = False) -> Table:
-    """Means over texts and layers, with an interval of the mass over documents.
+    """Return means over texts and layers, with an interval of the mass over documents.
 
     Args:
-        runs: what was measured, of one model.
-        by_layer: whether each layer has lines of its own.
+        runs: results of one model.
+        by_layer: whether each layer has separate rows.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in (row for run in runs for row in run.rows):

@@ -1,4 +1,4 @@
-"""Page statistics that are compared: how each scores the pages of a layer, and what it estimates of their weight.
+"""Compared page statistics: their scores of a layer's pages, and their estimates of the pages' weight.
 
 A new kind is a subclass of `Statistics` with an entry in `STATISTICS`. It needs no kernel: it takes the keys of a layer
 and returns scores.
@@ -29,56 +29,56 @@ class Pages:
     size: int
     """Tokens of a page."""
     log_weights: torch.Tensor
-    """`[num_queries, num_kv_heads, group_size, num_pages]` float32: log of what each page adds to the denominator of
-    the softmax, the incomplete page included; -inf beyond the context."""
+    """`[num_queries, num_kv_heads, group_size, num_pages]` float32: log of each page's part of the softmax denominator,
+    the incomplete page included; -inf beyond the context."""
 
     @classmethod
     def of(cls, layer: LayerInputs, size: int) -> Pages:
-        """Returns the pages of a layer."""
+        """Return the pages of a layer."""
         logits = masked_logits(layer.query, [layer.keys], layer.context_lens, Softmax(layer.scale))
         padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % size), value=-torch.inf)
         return cls(layer, size, padded.unflatten(-1, (-1, size)).logsumexp(dim=-1))
 
     @property
     def complete(self) -> torch.Tensor:
-        """`[num_queries]` int64, complete pages of each context."""
+        """`[num_queries]` int64, number of complete pages of each context."""
         return self.layer.context_lens // self.size
 
     @property
     def count(self) -> int:
-        """Complete pages of the longest context."""
+        """Number of complete pages of the longest context."""
         return int(self.complete.max())
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What statistics say of the complete pages of a layer."""
+    """Scores of the complete pages of a layer."""
 
     scores: torch.Tensor
-    """`[num_queries, num_kv_heads, num_pages]` bfloat16, by which pages are ranked."""
+    """`[num_queries, num_kv_heads, num_pages]` bfloat16, ranks the pages."""
     record_bytes: int
-    """Bytes that are read per page and KV head to score it."""
+    """Bytes read to score a page, per KV head."""
     log_weights: torch.Tensor | None = None
-    """Estimate of `Pages.log_weights` without the incomplete page; None for statistics without an estimate."""
+    """Estimate of `Pages.log_weights` without the incomplete page; None without an estimate."""
 
 
 class Statistics(ABC):
-    """One way to keep and score pages."""
+    """A way to store and score pages."""
 
     @abstractmethod
     def score(self, pages: Pages) -> Scores:
-        """Scores all complete pages."""
+        """Score all complete pages."""
 
 
 @dataclass(frozen=True)
 class Stored(Statistics):
-    """Statistics of a policy, through the bytes that a server stores."""
+    """Statistics of a policy, from the bytes that a server stores."""
 
     policy: Callable[[int], ScoredSelection]
-    """Returns the policy for a page size."""
+    """Return the policy for a page size."""
 
     def score(self, pages: Pages) -> Scores:
-        """Scores all complete pages as a server does."""
+        """Score all complete pages like a server."""
         policy, layer = self.policy(pages.size), pages.layer
         paged = PagedLayer(layer, policy)
         layout = policy.statistics_layout(layer.keys.shape[-1], layer.keys.dtype.itemsize)
@@ -89,20 +89,20 @@ class Stored(Statistics):
         products = torch.einsum("qhgd,hpvd->qhgpv", layer.query.float(), vectors) * layer.scale
         estimate: torch.Tensor | None = None
         if layout.kind.codes is not None:
-            # As `page_coverage` has it: all tokens of a page are like its best vector.
+            # As in `page_coverage`: all tokens of a page count like its best vector.
             estimate = products.amax(dim=-1)
         elif spread is not None and isinstance(policy, UniqueSelection):
-            # To the second order: the deviation is the same in all directions.
+            # Second order: the deviation is equal in all directions.
             deviation = layer.scale * layer.query.float().norm(dim=-1, keepdim=True) * spread[:, None, : pages.count]
             estimate = products.squeeze(-1) + deviation.square() / (2 * layer.query.shape[-1])
         return Scores(scores, layout.record_bytes, None if estimate is None else estimate + math.log(pages.size))
 
 
 class Oracle(Statistics):
-    """The true weight of every page: the upper bound of any statistics."""
+    """The true weight of every page: an upper bound for all statistics."""
 
     def score(self, pages: Pages) -> Scores:
-        """Ranks pages by their weight, the mean over the group."""
+        """Rank pages by their weight, mean over the group."""
         weights = pages.log_weights[..., : pages.count]
         shares = weights - pages.log_weights.logsumexp(dim=-1, keepdim=True)
         ranked = shares.exp().mean(dim=2).bfloat16()
@@ -111,11 +111,11 @@ class Oracle(Statistics):
 
 
 class Newest(Statistics):
-    """The newest pages whatever the query: the lower bound."""
+    """The newest pages for any query: a lower bound."""
 
     def score(self, pages: Pages) -> Scores:
-        """Ranks pages by their age."""
-        # Consecutive bits are ascending numbers: bfloat16 has no other way to tell so many pages apart.
+        """Rank pages by age."""
+        # Consecutive bit patterns are ascending numbers. Other bfloat16 values could not distinguish so many pages.
         ages = torch.arange(128, 128 + pages.count, dtype=torch.int16, device=pages.complete.device)
         shape = *pages.log_weights.shape[:2], pages.count
         return Scores(ages.view(torch.bfloat16).expand(shape), 0)
@@ -132,4 +132,4 @@ STATISTICS: dict[str, Statistics] = {
     "newest": Newest(),
     "oracle": Oracle(),
 }
-"""By the name in result files."""
+"""By name in result files."""

@@ -1,4 +1,4 @@
-"""The texts that a model is run over."""
+"""Texts to run the model on."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Text(NamedTuple):
     """One forward pass."""
 
     document: str
-    """Texts with the same one are not independent."""
+    """Texts of the same document are not independent."""
     tokens: list[int]
     queries: int
-    """Newest tokens whose queries are measured."""
+    """Number of newest tokens whose queries are measured."""
 
 
 def needle_texts(tokenizer: Any, tasks: Sequence[str], context: int, count: int, seed: int) -> Iterator[Text]:
-    """Needle questions; the queries are those of the tokens that produce the answer.
+    """Yield needle questions. The queries are those of the tokens that produce the answer.
 
     Raises:
-        ConfigurationError: for a task that does not exist, or a context that is too short.
+        ConfigurationError: a task is unknown, or a context is too short.
     """
     expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
     if context < MIN_CONTEXT_TOKENS:
@@ -43,15 +43,15 @@ def needle_texts(tokenizer: Any, tasks: Sequence[str], context: int, count: int,
 
 
 def read_texts(tokenizer: Any, path: Path, queries: int) -> Iterator[Text]:
-    """The prompts of a JSON lines file, as `vllm-sparse diagnose` takes it.
+    """Yield the prompts of a JSON lines file in the format of `vllm-sparse diagnose`.
 
     Args:
         tokenizer: of the model.
-        path: lines with `prompt` and perhaps `completion`.
-        queries: newest tokens that are measured where there is no completion.
+        path: lines with `prompt` and an optional `completion`.
+        queries: number of newest tokens to measure without a completion.
 
     Raises:
-        ConfigurationError: for a line that is no such prompt.
+        ConfigurationError: a line is not such a prompt.
     """
     for entry in read_prompts(path):
         yield _text(tokenizer, entry["name"], entry["prompt"], entry["completion"], queries)
@@ -61,6 +61,6 @@ def _text(tokenizer: Any, document: str, prompt: str, completion: str, queries: 
     tokens = tokenizer.encode(prompt)
     if completion:
         answer = tokenizer.encode(completion, add_special_tokens=False)
-        # The last token asks for what comes after it.
+        # The last token of the answer predicts nothing that is measured.
         tokens, queries = [*tokens, *answer[:-1]], len(answer)
     return Text(document, tokens, min(queries, len(tokens)))
