@@ -558,13 +558,13 @@ def test_next_tokens_of_the_same_text_are_compared(run, stub, output, tmp_path):
     # make them certain.
     unmeasured = [["0.500 [0.095, 0.905]", "not measured", "not measured"]]
     assert [line[4:] for line in lines_of(out) if line[1] == "same most likely token"] == unmeasured
-    assert "is from itself is not measured" in out
+    assert "of stub is not measured" in out
     again = tmp_path / "again.jsonl"
     stub.predictions = [{7: half, 9: math.log(0.4)}, {7: 0.0}, {8: half, 9: half}, {2: 0.0}]
     assert run(*options, "--other-batches", base=(*base, str(again)))[0] == 0
     assert read_results(again).settings["other_batches"] is True
     out = run("compare", str(output), str(other), "--again", str(again), base=())[1]
-    assert "is from itself is not measured" not in out
+    assert "of stub is not measured" not in out
     # Overlaps .8 and, but for what lists leave, .1 at the first position, then 1, 1 and 0.
     found = {line[1]: [float(cell.split()[0]) for cell in line[4:]] for line in lines_of(out)}
     assert found["same most likely token"] == [0.5, 0.75, 0.25]

@@ -28,7 +28,7 @@ def script(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, "run.py: stopped by Ctrl-C; the same command goes on"),
+        (KeyboardInterrupt(), 130, "run.py: stopped by Ctrl-C; the same command continues"),
         (
             OSError(28, "No space left on device", "/x"),
             1,
