@@ -8,6 +8,6 @@ _WIDTH = 200
 
 
 def open_console() -> Console:
-    """A console that does not shorten tables if the output is no terminal."""
+    """Return a console that does not shorten tables without a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)

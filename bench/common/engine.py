@@ -113,7 +113,7 @@ def parse_variants(values: Iterable[str]) -> list[Variant]:
     """Parse the variants of an option that may be repeated.
 
     Raises:
-        ConfigurationError: for one that is no variant.
+        ConfigurationError: a value is not a variant.
     """
     return [Variant.parse(text) for text in split_values(values)]
 

@@ -26,12 +26,12 @@ LARGEST = "max"
 
 Output = Annotated[Path, typer.Option("--output", help="JSON lines to write.")]
 TimeLimit = Annotated[
-    float, typer.Option("--time-limit", min=1, help="Seconds after which the command ends with what it has measured.")
+    float, typer.Option("--time-limit", min=1, help="Seconds after which the command ends with its results so far.")
 ]
 Commit = Annotated[str | None, typer.Option("--commit", help="Commit to record if the checkout has no history.")]
 
 
-Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of documents and needles.")]
 
 
 def usable_device(device: str) -> str:
@@ -78,7 +78,7 @@ def parse_size(text: str) -> int:
     unit = 1024 if digits.endswith("K") else 1
     digits = digits.removesuffix("K")
     if not digits.isdecimal() or int(digits) == 0:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     return int(digits) * unit
 
 
@@ -106,7 +106,7 @@ def parse_shares(option: str, values: Iterable[str]) -> tuple[float, ...]:
     def parse(text: str) -> float:
         share = float(text)
         if not 0 < share <= 1:
-            raise ValueError(f"{text!r} is no share")
+            raise ValueError(f"{text!r} is not a share")
         return share
 
     return _parse_each(option, values, parse, "numbers above 0, up to 1, separated by commas")

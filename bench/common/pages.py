@@ -137,8 +137,7 @@ def fill(page: Path, text: str, generators: Sequence[str], blocks: Mapping[str, 
         The text with all blocks of the generator up to date.
 
     Raises:
-        ConfigurationError: for an unknown block, one that has no end, one that stands there twice, or a line that is
-            too long.
+        ConfigurationError: a block is unknown, has no end or appears twice, or a line is too long.
     """
     parts, position, names = [], 0, set[str]()
     for begin in _BEGIN.finditer(text):
@@ -152,7 +151,7 @@ def fill(page: Path, text: str, generators: Sequence[str], blocks: Mapping[str, 
         if name in names:
             raise ConfigurationError(f"{where}: got the block {name!r} twice, allowed: once")
         if stop < 0:
-            raise ConfigurationError(f"{where}: got a block {name!r} without its end, allowed: {end} behind it")
+            raise ConfigurationError(f"{where}: got a block {name!r} without its end, allowed: {end} after it")
         names.add(name)
         content = _render(page, blocks[name]())
         for line in content.splitlines():
@@ -191,9 +190,9 @@ def write_or_check(command: str, contents: Mapping[Path, str], check: bool) -> N
     """Write generated pages, or refuse pages that are out of date.
 
     Args:
-        command: what writes them.
-        contents: by path, the text that the file should have.
-        check: whether only to look.
+        command: the command that writes the pages.
+        contents: text of each file, by path.
+        check: whether to only compare.
 
     Raises:
         ConfigurationError: names the pages that are out of date.

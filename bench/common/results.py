@@ -67,10 +67,10 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Read a result file, or several of them one after the other.
+    """Read a result file with one or more runs.
 
     Raises:
-        ConfigurationError: if the file cannot be read or is no result file.
+        ConfigurationError: the file cannot be read or is not a result file.
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -91,7 +91,7 @@ def read_run(path: Path) -> Run:
     """Read a result file of one run, or all measurements of a run that later runs continued.
 
     Raises:
-        ConfigurationError: if the file cannot be read or is no result file.
+        ConfigurationError: the file cannot be read or is not a result file.
     """
     runs = read_runs(path)
     return Run(runs[0].about, [row for run in runs for row in run.rows])

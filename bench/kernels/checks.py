@@ -195,7 +195,7 @@ def _require_routed(
         require_close(output[rows], expected, name)
         return
     if not torch.equal(output.eq(0).all(dim=-1), skipped):
-        raise CheckError(f"{name}: other groups have an output of zero than those that are to be skipped")
+        raise CheckError(f"{name}: the groups with zero output are not the groups to skip")
     active = ~skipped[rows]
     require_close(output[rows][active], expected[active], name)
 
@@ -250,7 +250,7 @@ def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
                     _bytes(table)[block[completed], :, page[completed]] = 0x7F
             call()
             if not torch.equal(_gathered(inputs.token_rows, block), before[0]):
-                raise CheckError(f"{name}: tokens in the cache are not the new ones beside the old ones")
+                raise CheckError(f"{name}: the cache does not hold the new tokens beside the old ones")
             if not with_statistics:
                 continue
             for table, old in zip(tables[1:], before[1:], strict=True):

@@ -24,7 +24,7 @@ _RESERVED_BYTES = 10 << 30
 """Device memory outside the cache: float32 copies of the references, workspaces, graphs."""
 _FORMATS = ("svg", "png")
 
-app = make_app("Measure the kernels on a GPU, each beside its rivals.")
+app = make_app("Measure the kernels on a GPU, and the rivals of each.")
 
 
 def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups: list[str] | None) -> Grid:
@@ -51,17 +51,17 @@ def cache_blocks(plan: list[tuple[str, Case]], geometry: Geometry, free_bytes: i
 @app.command()
 def run(
     output: Output,
-    only: Annotated[list[str] | None, typer.Option(help=f"Operations, of {', '.join(OPS)}; all by default.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(OPS)}. Default: all.")] = None,
     grid: Annotated[
-        list[str] | None, typer.Option(help="CONTEXT=BATCH,... of decode steps; 2K,8K,32K,128K,512K=1,4,8,32.")
+        list[str] | None, typer.Option(help="CONTEXT=BATCH,... of decode steps. Default: 2K,8K,32K,128K,512K=1,4,8,32.")
     ] = None,
     groups: Annotated[
-        list[str] | None, typer.Option(help="Query heads of a KV head, most important first; 4,8,1.")
+        list[str] | None, typer.Option(help="Query heads per KV head, most important first. Default: 4,8,1.")
     ] = None,
-    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads of each context.")] = Geometry.k,
+    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = Geometry.k,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
     time_limit: TimeLimit = 480,
-    build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile what is not built ahead.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile missing kernels.")] = False,
     commit: Commit = None,
 ) -> None:
     """Check and time every case; print tables and write one line for each provider and case.
@@ -123,8 +123,8 @@ def table(results: Annotated[Path, typer.Argument(help="JSON lines written by `r
 @app.command()
 def plot(
     results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")],
-    folder: Annotated[Path, typer.Option(help="Where to put the figures.")],
-    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_FORMATS)}; both by default.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder of the figures.")],
+    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_FORMATS)}. Default: both.")] = None,
 ) -> None:
     """Draw the figures of a result file."""
     from bench.kernels.plots import draw

@@ -1,8 +1,8 @@
 """Sparse prefill: calls and checks of the whole and of its parts.
 
-The whole is checked by itself. Its blocks must be about as good as the best by the reference's scores, because rounding
-decides between nearly equal scores. Its output must be the reference's attention over these blocks. Each part is
-checked on the output of the kernels before it. Three tiles of a chunk are compared.
+The operation is checked as a whole. Its blocks must be about as good as the best by the reference's scores, because
+rounding decides between nearly equal scores. Its output must be the reference's attention over these blocks. Each part
+is checked on the output of the kernels before it. Three tiles of a chunk are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks and times every case: one row for each provider, whatever the outcome."""
+"""Checks and times every case. Each provider gets one row for any outcome."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Timer(Protocol):
     """An object that times calls."""
 
     def record(self, call: Callable[[], Any]) -> Recording:
-        """Warms a call up and prepares it. Raises whatever the call raises."""
+        """Warm a call up and prepare it. Errors of the call pass through."""
 
     def measure(self, recordings: Mapping[str, Any]) -> dict[str, Timing]:
         """Times recorded calls in turns."""

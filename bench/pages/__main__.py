@@ -70,7 +70,7 @@ def find_faults(contents: Mapping[Path, str], uses: Mapping[Path, list[Path]]) -
 
 
 @app.command()
-def pages(check: Annotated[bool, typer.Option("--check", help="Only say what is out of date.")] = False) -> None:
+def pages(check: Annotated[bool, typer.Option("--check", help="Only report outdated pages.")] = False) -> None:
     """Write the blocks of all pages, the index of results and the figures; exit code 2 if there are faults."""
     blocks = {name: cache(make) for name, make in SECTIONS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in find_pages()}

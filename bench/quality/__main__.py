@@ -9,7 +9,7 @@ from bench.quality.lossless import lossless, lossless_engine
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
 
-app = make_app("Quality of sparse attention beside dense attention.")
+app = make_app("Quality of sparse compared with dense attention.")
 
 
 @app.callback()

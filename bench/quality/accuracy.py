@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return self.variant.name if self.pages is None else f"{self.variant.name} {self.statistics} {self.pages}"
 
     @property
@@ -116,18 +116,20 @@ def unfinished(settings: list[Setting], rows: list[dict[str, Any]], rows_each: i
 def accuracy(
     output: Output,
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
-    dense: Annotated[list[str] | None, typer.Option(help="Dense variant, repeatable; `dense`.")] = None,
-    sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable; `unique`.")] = None,
+    dense: Annotated[list[str] | None, typer.Option(help="Dense variant, repeatable. Default: `dense`.")] = None,
+    sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable. Default: `unique`.")] = None,
     pages: Annotated[list[str] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
     statistics: Annotated[
-        list[str] | None, typer.Option(help=f"Statistics of pages, repeatable; {', '.join(STATISTICS)}.")
+        list[str] | None, typer.Option(help=f"Statistics of pages, repeatable. Default: {', '.join(STATISTICS)}.")
     ] = None,
-    context: Annotated[list[str] | None, typer.Option(help="Context in tokens, repeatable; 4K,8K,16K,32K.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}.")] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Context in tokens, repeatable. Default: 4K,8K,16K,32K.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help=f"Task, repeatable. Default: {', '.join(TASKS)}.")] = None,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.1,
+    block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.1,
     engines_per_process: Annotated[
         int | None, typer.Option(min=1, help="All on a GPU; 1 on a CPU, where vLLM cannot start a second one.")
     ] = None,
@@ -168,7 +170,7 @@ def accuracy(
                     continue
                 first = unfinished(group, read_run(output).rows, len(contexts) * len(tasks))
                 if code is None:
-                    failed.append(f"{settings[first].name} and what follows it: not done by the deadline")
+                    failed.append(f"{settings[first].name} and all later settings: not done by the deadline")
                     break
                 # The settings after a failed engine get a new process.
                 failed.append(f"{settings[first].name}: ended with exit code {code}")

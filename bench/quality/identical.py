@@ -76,13 +76,13 @@ def identical(
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
     variant: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(VARIANTS)}.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, of 64 to 2,048 tokens.")] = 50,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
     seed: Seed = 0,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Compare answers under a compaction that keeps everything with those of vLLM's own attention; exit code 3 if
-    they differ at a token that is no tie, or if an engine fails."""
+    """Compare answers under a compaction that keeps everything with those of vLLM's own attention. Exit code 3 if
+    they differ at a token that is not a tie, or if an engine fails."""
     end, console, failed = time.monotonic() + time_limit, open_console(), []
     with open_model(model) as opened, tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         asked = Path(folder) / "prompts.json"
@@ -106,7 +106,7 @@ def identical(
                 file.write(row)
                 console.print(f"{each.name}: {row['identical']} of {row['prompts']}, others part at {row['parted']}")
                 if len(row["parted"]) > row["parted_at_ties"]:
-                    failed.append(f"{each.name}: parts where there is no tie")
+                    failed.append(f"{each.name}: differs at a token that is not a tie")
     for sentence in failed:
         print(f"error: {sentence}", file=sys.stderr)
     if failed:

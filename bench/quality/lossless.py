@@ -38,11 +38,11 @@ PIECES = {"code": library_tokens, "text": manual_tokens}
 """Prompts in addition to needle tasks: source code and prose to continue."""
 TIE = 1.01 * 2**-3
 """Largest log-probability lead of a token that another order of sums can reverse: one bfloat16 step between 16 and 32.
-Half of the largest logits of needle-8m on source code lie there, and none lies higher."""
+Half of the largest logits of needle-8m on source code are in this range, and none is higher."""
 _MAX_NUM_SEQS = 4
 _ANSWER = TypeAdapter(Continuation)
 _CACHE_BYTES = 2 << 30
-"""KV cache of an engine, which leaves the rest of a GPU free."""
+"""KV cache of an engine. The rest of a GPU stays free."""
 
 
 class Prompt(BaseModel):
@@ -58,7 +58,7 @@ class Prompt(BaseModel):
 
     @property
     def group(self) -> tuple[str, int]:
-        """Prompts with the same value are asked together."""
+        """Prompts of one group are asked together."""
         return self.kind, self.context_tokens
 
 
@@ -82,7 +82,7 @@ class Job(BaseModel):
 
     @property
     def setting(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return "dense" if self.draft_tokens is None else f"{self.budget_tokens} x {self.draft_tokens}"
 
     @property
@@ -116,12 +116,16 @@ def lossless(
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
     budget: Annotated[list[str] | None, typer.Option(help="Tokens that a draft reads; 512 and 2048.")] = None,
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 4 and 8.")] = None,
-    context: Annotated[list[str] | None, typer.Option(help="Context in tokens, repeatable; 4K,8K,16K.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Needle task beside those, repeatable; kv, multikey.")] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Context in tokens, repeatable. Default: 4K,8K,16K.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Needle task beside those, repeatable. Default: kv, multikey.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each context and kind.")] = 8,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go on with code or text.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after code or text.")] = 96,
     seed: Seed = 0,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
@@ -153,7 +157,7 @@ def lossless(
             )
             code = run_python("bench.quality", ["lossless-engine", job.model_dump_json()], end - time.monotonic())
             if code is None:
-                failed.append(f"{job.setting} and what follows it: not done by the deadline")
+                failed.append(f"{job.setting} and all later settings: not done by the deadline")
                 break
             if code:
                 failed.append(f"{job.setting}: ended with exit code {code}")

@@ -59,20 +59,21 @@ def parse_cache(text: str) -> int | None:
 def capacity(
     output: Output,
     variant: Annotated[
-        list[str] | None, typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}.")
+        list[str] | None,
+        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: {', '.join(VARIANTS)}."),
     ] = None,
     model: ServedModel = "llama-3.1-8b",
     cache_tokens: Annotated[
-        list[str] | None, typer.Option(help=f"Tokens of the KV cache, repeatable; {' and '.join(_CACHES)}.")
+        list[str] | None, typer.Option(help=f"Tokens of the KV cache, repeatable. Default: {' and '.join(_CACHES)}.")
     ] = None,
-    concurrency: Annotated[list[str] | None, typer.Option(help="Clients, repeatable; 32 and 256.")] = None,
+    concurrency: Annotated[list[str] | None, typer.Option(help="Clients, repeatable. Default: 32 and 256.")] = None,
     input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 16384,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 2048,
-    waves: Annotated[int, typer.Option(min=1, help="Requests per client, at least 4 in all; without a window.")] = 1,
+    waves: Annotated[int, typer.Option(min=1, help="Without a window: requests per client, at least 4 in all.")] = 1,
     window: Annotated[
-        float | None, typer.Option(min=1, help="Seconds of a server at work that are measured, in place of whole runs.")
+        float | None, typer.Option(min=1, help="Measure this many seconds of a busy server instead of whole runs.")
     ] = None,
-    lead: Annotated[float, typer.Option(min=0, help="Seconds that clients ask before the window.")] = 30,
+    lead: Annotated[float, typer.Option(min=0, help="Seconds of load before the window.")] = 30,
     additional_config: AdditionalConfig = None,
     server_argument: ServerArgument = None,
     start_seconds: StartSeconds = 300,
@@ -103,7 +104,7 @@ def capacity(
                     most_clients = ("--max-num-seqs", str(max(clients)))
                     arguments, environment = (*server.arguments, *most_clients), dict(server.environment)
                     if tokens is not None:
-                        # Equal memory for all. Statistics and tables take their part of it.
+                        # All get equal memory, which includes statistics and tables.
                         memory = tokens * opened.kv_bytes_per_token(each.kv_cache_dtype)
                         arguments += ("--kv-cache-memory-bytes", str(memory))
                         # On a CPU this variable would have precedence.

@@ -2,8 +2,8 @@
 
     python -m bench.serving compaction --variant dense,snapkv,pyramidkv,h2o --context 32K --output compaction.jsonl
 
-Some requests with short prompts, which keep everything, decode all the time. Prompts of one context come one after the
-other and decode a few tokens beside them. The gaps between tokens of the decoding requests give the time of each step.
+Requests with short prompts, which keep everything, decode all the time. Prompts of one context follow each other and
+decode a few tokens at the same time. The gaps between tokens of the decoding requests give the time of each step.
 The first steps after the prompt, one of which moves its tokens, are compared with later steps. The cost of observing
 the queries of a prompt is the difference of the times to first token of two variants.
 
@@ -75,9 +75,9 @@ class Timed:
 
     asked: float
     prompt: list[float] = field(default_factory=list)
-    """Of the request with the long prompt."""
+    """Tokens of the request with the long prompt."""
     beside: list[float] = field(default_factory=list)
-    """Of a request that decodes at the same time."""
+    """Tokens of a request that decodes at the same time."""
 
 
 def columns(timed: Sequence[Timed]) -> Row:
@@ -189,17 +189,16 @@ def _measure_contexts(steps: LLMEngine, settings: CompactionSettings, model: Mod
 def compaction(
     output: Output,
     variant: Annotated[
-        list[str] | None, typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}.")
+        list[str] | None,
+        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: {', '.join(VARIANTS)}."),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
-    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable; 32K.")] = None,
-    running: Annotated[int, typer.Option(min=1, help="Requests that decode meanwhile.")] = 8,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
-    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable. Default: 32K.")] = None,
+    running: Annotated[int, typer.Option(min=1, help="Requests that decode at the same time.")] = 8,
+    additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each context that count.")] = 5,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of an engine's step.")] = 8192,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.9,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:

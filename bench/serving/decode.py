@@ -188,27 +188,27 @@ def decode(
     output: Output,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique, each alone and :fp8."),
+        typer.Option(
+            help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique, each alone and :fp8."
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
     grid: Annotated[
         list[str] | None,
         typer.Option(
             help=f"CONTEXT=BATCH,..., repeatable, {LARGEST} for as many as fit; {', '.join(DEFAULT_GRID)}.",
         ),
     ] = None,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
-    ] = None,
+    additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
     skip_ratio: Annotated[
         float | None,
-        typer.Option(help="Share of the KV groups that our backends are made to skip by routing, whatever the data."),
+        typer.Option(help="Share of the KV groups that routing skips in the plugin's backends, for any data."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a time is taken over.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per measured time.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 32,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.92,
+    block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
     noise_cache: Annotated[
         bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")

@@ -88,7 +88,7 @@ def operation_seconds(context: int, repeats: int = 200) -> dict[str, float]:
 def decode_cpu(
     output: Output,
     context: Annotated[
-        list[str] | None, typer.Option(help="Contexts in tokens, repeatable; 2048,4096,8192,16384,30000.")
+        list[str] | None, typer.Option(help="Contexts in tokens, repeatable. Default: 2048,4096,8192,16384,30000.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
     commit: Commit = None,

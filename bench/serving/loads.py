@@ -49,7 +49,7 @@ class Requests(BaseModel):
     count: int
     context: int
     arguments: dict[str, Any] = {}
-    """Their arguments for a sparse backend."""
+    """Arguments for a sparse backend."""
 
 
 class Load(BaseModel):
@@ -100,7 +100,7 @@ def _parse_load(text: str) -> Load:
             elif name == "coverage":
                 arguments = {COVERAGE: float(value)}
             elif argument:
-                raise ValueError(f"{argument!r} is no argument")
+                raise ValueError(f"{argument!r} is not an argument")
             parts.append(Requests(count=parse_size(count), context=parse_size(context), arguments=arguments))
         except ValueError:
             raise ConfigurationError(f"load: got {text!r}, allowed: {_ALLOWED}") from None
@@ -181,18 +181,21 @@ def loads_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
 def loads(
     output: Output,
     variant: Annotated[
-        list[str] | None, typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique.")
+        list[str] | None,
+        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique."),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
-    load: Annotated[list[str] | None, typer.Option(help=f"{_ALLOWED}, repeatable; {', '.join(DEFAULT_LOADS)}.")] = None,
-    max_model_len: Annotated[list[str] | None, typer.Option(help="Of an engine, repeatable; 136K.")] = None,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
+    load: Annotated[
+        list[str] | None, typer.Option(help=f"{_ALLOWED}, repeatable. Default: {', '.join(DEFAULT_LOADS)}.")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a time is taken over.")] = 64,
+    max_model_len: Annotated[
+        list[str] | None, typer.Option(help="Context limit of an engine, repeatable. Default: 136K.")
+    ] = None,
+    additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per measured time.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 256,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.92,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:

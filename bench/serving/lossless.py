@@ -228,24 +228,24 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
 
 def lossless(
     output: Output,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
     dense: Annotated[str, typer.Option(help="Backend that decodes densely.")] = _DENSE,
     grid: Annotated[
-        list[str] | None, typer.Option(help=f"CONTEXT=BATCH,..., repeatable; {', '.join(DEFAULT_GRID)}.")
+        list[str] | None, typer.Option(help=f"CONTEXT=BATCH,..., repeatable. Default: {', '.join(DEFAULT_GRID)}.")
     ] = None,
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 8 and 16.")] = None,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Drafts as long as pays, up to so many.")] = False,
-    min_context_tokens: Annotated[int, typer.Option(min=0, help="Shortest context that is drafted for.")] = 0,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the draft length, up to --draft-tokens.")] = False,
+    min_context_tokens: Annotated[int, typer.Option(min=0, help="Shortest context with drafts.")] = 0,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that a draft reads.")] = 2048,
     acceptance: Annotated[
         list[str] | None,
         typer.Option(help=f"Probability that a draft is accepted, or {_BY_MODEL}; 0.9, 0.95 and 0.97."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request that a time is taken over.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request per measured time.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 3,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 24,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.92,
+    block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:

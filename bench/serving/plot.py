@@ -21,7 +21,9 @@ _MOST_PANELS = 6
 def plot(
     results: Annotated[list[Path], typer.Argument(help="Result files of `decode`.")],
     output: Annotated[Path, typer.Option(help="Picture to write, .png or .svg.")],
-    batch: Annotated[list[str] | None, typer.Option(help="Batch to show, repeatable; every measured one.")] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option(help="Batch to show, repeatable. Default: every measured one.")
+    ] = None,
 ) -> None:
     """Draw decode time per token against context: a panel for each batch, a line for each variant."""
     if output.suffix not in SUFFIXES:

@@ -236,29 +236,28 @@ def prefill(
     output: Output,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}."),
+        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: {', '.join(VARIANTS)}."),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
     grid: Annotated[
-        list[str] | None, typer.Option(help=f"Contexts of the time to first token, repeatable; {', '.join(GRID)}.")
+        list[str] | None,
+        typer.Option(help=f"Contexts of the time to first token, repeatable. Default: {', '.join(GRID)}."),
     ] = None,
     load: Annotated[
         list[str] | None,
         typer.Option(
-            help="CONTEXT=REQUESTS: prompts of a context asked at once, repeatable; none.", show_default=False
+            help="CONTEXT=REQUESTS: prompts of a context asked at once, repeatable. Default: none.", show_default=False
         ),
     ] = None,
     prefix_hit: Annotated[
-        bool, typer.Option("--prefix-hit", help="Measure the longest context behind a prefix hit of 3/4 of it too.")
+        bool, typer.Option("--prefix-hit", help="Also measure the longest context with 3/4 of it in the prefix cache.")
     ] = False,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each context that count.")] = 2,
+    additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured prompts per context.")] = 2,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of an engine's step.")] = 8192,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.9,
     time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds of each variant, its start included, after which nothing new begins.")
+        float, typer.Option(min=1, help="Seconds per variant, its start included. No measurement begins later.")
     ] = 600,
     commit: Commit = None,
 ) -> None:

@@ -64,9 +64,10 @@ def _cpu_seconds() -> float:
 def prefill_cpu(
     output: Output,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Attention backend of the plugin, or dense; repeatable; dense,unique.")
+        list[str] | None,
+        typer.Option(help="Attention backend of the plugin, or dense; repeatable. Default: dense,unique."),
     ] = None,
-    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable; 4090.")] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable. Default: 4090.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each server and context.")] = 3,
     commit: Commit = None,
 ) -> None:

@@ -53,19 +53,19 @@ _SHORTEST = 64
 _LOG_LINES = 80
 _ADDED_TOKENS = 16
 """Tokens that a tokenizer may add to a prompt of `vllm bench serve`. vLLM counts them."""
-ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")]
+ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (random weights), or a folder.")]
 AdditionalConfig = Annotated[
     str | None,
-    typer.Option("--additional-config", help="Passed to the servers of our backends.", metavar="JSON"),
+    typer.Option("--additional-config", help="For the plugin's backends.", metavar="JSON"),
 ]
 ServerArgument = Annotated[
     list[str] | None,
     typer.Option(
         "--server-argument",
-        help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs.",
+        help="Further argument of `vllm serve`, repeatable. It replaces the decode-only CUDA graphs.",
     ),
 ]
-StartSeconds = Annotated[float, typer.Option("--start-seconds", min=1, help="How long a server may take to start.")]
+StartSeconds = Annotated[float, typer.Option("--start-seconds", min=1, help="Time limit of a server's start.")]
 _DECODE_GRAPHS = ("--compilation-config", json.dumps(DECODE_GRAPHS))
 
 
@@ -138,15 +138,17 @@ def serve(
     output: Output,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique."),
+        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique."),
     ] = None,
     model: ServedModel = "llama-3.1-8b",
     workload: Annotated[
-        list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable; both if left out.")
+        list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable. Default: both.")
     ] = None,
     load: Annotated[
         list[str] | None,
-        typer.Option(help=f"CONTEXT=CONCURRENCY: clients with prompts of a context, repeatable; {', '.join(LOADS)}."),
+        typer.Option(
+            help=f"CONTEXT=CONCURRENCY: clients with prompts of a context, repeatable. Default: {', '.join(LOADS)}."
+        ),
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
     waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,

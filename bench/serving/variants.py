@@ -133,8 +133,8 @@ def time_tokens(seconds: Callable[[int], float], new_tokens: int, repeats: int) 
 
     Args:
         seconds: generates that many tokens for each request of a batch; returns how long it took.
-        new_tokens: tokens that a time is taken over.
-        repeats: repeats of the measurement, after one that does not count.
+        new_tokens: tokens per measured time.
+        repeats: measurements, after a warm-up.
     """
     seconds(1 + new_tokens)
     times = [(seconds(1 + new_tokens) - seconds(1)) / new_tokens * 1e3 for _ in range(repeats)]

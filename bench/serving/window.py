@@ -39,7 +39,7 @@ def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end
         ChildProcessError: if a request fails, or there is no time for the window.
     """
     if time.monotonic() + window.lead_seconds + window.seconds > end:
-        raise ChildProcessError("the window would not be over by the deadline")
+        raise ChildProcessError("the window cannot end before the deadline")
     try:
         watched = asyncio.run(_watch_clients(window, load, client, model))
     except ExceptionGroup as group:

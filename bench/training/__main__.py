@@ -23,18 +23,20 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 _CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
 
-app = make_app("Attention under a page mask, forward and backward, beside dense attention.")
+app = make_app("Attention under a page mask, forward and backward, compared with dense attention.")
 Contexts = Annotated[
-    list[str] | None, typer.Option("--context", help=f"In tokens, repeatable; {', '.join(_CONTEXTS)}.")
+    list[str] | None, typer.Option("--context", help=f"Tokens, repeatable. Default: {', '.join(_CONTEXTS)}.")
 ]
-Passes = Annotated[list[str] | None, typer.Option("--pass", help="Repeatable; all that the machine has.")]
+Passes = Annotated[
+    list[str] | None, typer.Option("--pass", help="Pass, repeatable. Default: all that the machine supports.")
+]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
 Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
 Statistics = Annotated[str, typer.Option(help="Page statistics.")]
 ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} or the folder of a Llama.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Times that a pass is timed.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements per pass.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
 
 
@@ -53,10 +55,10 @@ def run(
     time_limit: TimeLimit = 540,
     commit: Commit = None,
 ) -> None:
-    """Time one layer's attention of one sequence, the shape of Llama-3.1-8B if nothing else is said.
+    """Time one layer's attention of one sequence. Default: the shape of Llama-3.1-8B.
 
-    A line is written as soon as it is measured: milliseconds of the forward and of the backward pass, and on a GPU the
-    memory that both need on top of queries, keys and values.
+    Each line is written at once: milliseconds of the forward and the backward pass, and on a GPU the memory that both
+    need besides queries, keys and values.
     """
     end, device = time.monotonic() + time_limit, usable_device(device)
     names = parse_names("pass", passes, PASSES) if passes else PASSES
@@ -83,19 +85,19 @@ def run(
 def steps(
     output: Output,
     model: ModelName = "llama-3.1-8b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Of a shape, in place of its own number.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Replaces the number of layers of a shape.")] = None,
     context: Annotated[str, typer.Option(help="Tokens of a row.")] = "32K",
     count: Annotated[int, typer.Option("--steps", min=1, help="Steps of the trainer.")] = 10,
     settings: Annotated[str, typer.Option(help="JSON of other training settings.")] = "{}",
-    attention_backend: Annotated[str, typer.Option(help="Whose selection is trained for.")] = "unique",
+    attention_backend: Annotated[str, typer.Option(help="Backend whose selection is trained.")] = "unique",
     budget_tokens: Budget = 512,
     device: Device = "cuda",
     commit: Commit = None,
 ) -> None:
-    """Train a model of a shape, with drawn weights, on drawn tokens: LoRA, one row a step, if nothing else is said.
+    """Train a model shape with random weights on random tokens. Default: LoRA, one row per step.
 
-    A line is one step of the trainer, as in its log, the GPU memory included. `accelerate launch` starts it on several
-    devices; a step then has as many rows as `rows_per_step` says on each of them.
+    A line is one step of the trainer, as in its log, with the GPU memory. `accelerate launch` runs it on several
+    devices. A step then has `rows_per_step` rows on each device.
     """
     from bench.training.steps import open_trainer
     from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, parse_settings

@@ -92,7 +92,7 @@ def forward_of(
 
 
 def measure(forward: Callable[[], torch.Tensor], device: str, repeats: int) -> Row:
-    """Times a pass forward and backward, after one that is not counted; returns milliseconds and additional memory."""
+    """Time a pass forward and backward, after a warm-up. Return milliseconds and additional memory."""
     on_gpu = device.startswith("cuda")
     before = torch.cuda.memory_allocated() if on_gpu else 0
     times: dict[str, list[float]] = {"forward": [], "backward": [], "both": []}

@@ -37,7 +37,7 @@ def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, 
     Args:
         model: see `bench.common.models.open_model`.
         device: torch's name.
-        layers: number of layers of a shape, in place of its own; None to keep it.
+        layers: replaces the number of layers of a shape; None to keep it.
     """
     if not model.drawn_weights:
         return load_model
@@ -67,7 +67,7 @@ def open_trainer(
         preset: of the selection.
         budget_tokens: the budget to train for.
         device: torch's name.
-        layers: number of layers of a shape, in place of its own; None to keep it.
+        layers: replaces the number of layers of a shape; None to keep it.
     """
     config = resolve({"selection": {"budget_tokens": budget_tokens}}, preset)
     rows = draw_rows(model.vocabulary, settings.sequence_tokens, _ROWS)

@@ -23,11 +23,13 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 def deployments(
     output: Output,
-    deployment: Annotated[list[str] | None, typer.Option(help="Repeatable; the plain ones are always tried.")] = None,
+    deployment: Annotated[
+        list[str] | None, typer.Option(help="Deployment, repeatable. The plain ones always run.")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Add what the file lacks, and try again what failed.")
+        bool, typer.Option("--resume", help="Run the deployments that the file lacks or that failed.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="The longest that a deployment may take.")] = 300,
+    seconds: Annotated[float, typer.Option(min=1, help="Time limit of a deployment.")] = 300,
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:

@@ -33,11 +33,13 @@ _LONGEST_LOG = 2000
 def families(
     output: Output,
     family: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(FAMILIES)}.")] = None,
-    way: Annotated[list[str] | None, typer.Option(help=f"Way of attention, repeatable; {', '.join(WAYS)}.")] = None,
-    features: Annotated[bool, typer.Option(help="Whether vLLM's features are tried, too.")] = True,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"Way of attention, repeatable. Default: {', '.join(WAYS)}.")
+    ] = None,
+    features: Annotated[bool, typer.Option(help="Also test vLLM's features.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Families that run at once, each in a separate process.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Add what the file lacks to it.")] = False,
-    family_seconds: Annotated[float, typer.Option(min=1, help="The longest that a family may take.")] = 900,
+    resume: Annotated[bool, typer.Option("--resume", help="Run only the cells that the file lacks.")] = False,
+    family_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a family.")] = 900,
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:

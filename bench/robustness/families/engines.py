@@ -195,7 +195,7 @@ class FamilyRun:
         dense = self.dense()
         assert cell.distinct_tokens is not None
         if cell.distinct_tokens < 5:
-            yield "the model repeats a few tokens, whatever attention does"
+            yield "the model repeats a few tokens, with any attention"
         assert cell.logprob_error is not None
         allowed = 0.0 if way.bits and current_platform.is_cpu() else LOGPROB_TOLERANCE
         if cell.logprob_error > allowed and not current_platform.is_cpu():
@@ -205,7 +205,7 @@ class FamilyRun:
         if not all(math.isfinite(logprob) for part in found for step in part.logprobs for logprob in step.values()):
             yield "log probabilities are not finite"
         if bool(cell.judged_steps) != (way.judged and not self.family.only_windows):
-            yield f"layers decoded in our kernels {cell.judged_steps} times"
+            yield f"layers decoded in the plugin's kernels {cell.judged_steps} times"
         if way.selects and not self.family.only_windows and found[1].logprobs == dense[1].logprobs:
             yield "a small budget changes nothing"
 

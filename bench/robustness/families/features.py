@@ -94,7 +94,7 @@ def structured_output() -> Faults:
                 yield f"{name}: got {text!r}"
     yield from referee.faults
     if not referee.steps:
-        yield "no layer decoded in our kernels"
+        yield "no layer decoded in the plugin's kernels"
 
 
 def lora() -> Faults:
@@ -117,7 +117,7 @@ def lora() -> Faults:
     if (error := logprob_error(dense[0], found[0])) > LOGPROB_TOLERANCE:
         yield f"within the budget log probabilities differ by {error:.3g} from dense attention's"
     if not referee.steps:
-        yield "no layer decoded in our kernels"
+        yield "no layer decoded in the plugin's kernels"
 
 
 def write_adapter(folder: Path, model: Path, scale: float = 1.0) -> None:

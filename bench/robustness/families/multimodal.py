@@ -162,7 +162,7 @@ def faults_of(name: str) -> Iterator[str]:
     if dense[0].logprobs == dense[1].logprobs:
         yield "more images or sounds change nothing"
     if not referee.steps:
-        yield "no layer decoded in our kernels"
+        yield "no layer decoded in the plugin's kernels"
 
 
 def answer_densely(name: str) -> None:

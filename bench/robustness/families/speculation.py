@@ -1,6 +1,7 @@
-"""Speculation in whole engines of tiny models. Drafts attend densely or sparsely, and must not change answers.
+"""Speculative decoding in whole engines of tiny models. Drafts attend densely or sparsely. They must not change
+answers.
 
-A draft model with the model's own weights has many accepted tokens, other drafts few.
+A draft model with the model's own weights has many accepted tokens. Other drafts have few.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _LLAMA = FAMILIES["llama"]
 
 @dataclass(frozen=True)
 class Speculator:
-    """A method of speculation, its model, and its draft."""
+    """A method of speculative decoding, its model, and its draft."""
 
     method: str
-    """vLLM's name of it."""
+    """vLLM's name of the method."""
     target: Family = _LLAMA
     draft: Family | None = None
-    """None where the draft is part of the model."""
+    """None if the draft is part of the model."""
     accepts: bool = False
     """Whether some drafts are right: the draft has the model's weights."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +44,7 @@ def _llama(**changes: Any) -> Family:
 
 SPECULATORS: Mapping[str, Speculator] = {
     EAGLE: Speculator("eagle", draft=_llama(num_hidden_layers=2)),
-    # It goes on from hidden states of three layers; those that vLLM takes by default are not three in a tiny model.
+    # EAGLE-3 uses hidden states of three layers. vLLM's default layers do not exist in a tiny model.
     EAGLE_3: Speculator("eagle3", draft=_llama(num_hidden_layers=2, eagle_aux_hidden_state_layer_ids=[1, 2, 3])),
     MTP: Speculator("mtp", Family("MiMo", "Qwen2Config", "MiMoForCausalLM", "MTP", {"num_nextn_predict_layers": 1})),
     DRAFT_MODEL: Speculator("draft_model", draft=_LLAMA, accepts=True),
@@ -52,7 +53,7 @@ SPECULATORS: Mapping[str, Speculator] = {
 
 @dataclass(frozen=True)
 class Speculated:
-    """What an engine that speculates says, and how often a draft was right."""
+    """Output of an engine with speculative decoding, and its number of right drafts."""
 
     continuations: list[Continuation]
     drafted: float
@@ -60,12 +61,12 @@ class Speculated:
 
 
 def speculate(speculator: Speculator, folder: Path, draft: str | None, **arguments: Any) -> Speculated:
-    """Decodes what follows the short and the long prompt with a draft.
+    """Decode the short and the long prompt with a draft.
 
     Args:
         speculator: the method and the draft.
-        folder: where the configurations of model and draft are written.
-        draft: how the draft attends, `dense` or `sparse`; None without our backends.
+        folder: folder for the configurations of model and draft.
+        draft: attention of the draft, `dense` or `sparse`; None without the plugin's backends.
         **arguments: of the engine.
     """
     target = folder / "target"
@@ -84,7 +85,7 @@ def speculate(speculator: Speculator, folder: Path, draft: str | None, **argumen
 
 
 def faults_of(name: str, drafts: Sequence[str] = ("dense", "sparse")) -> Iterator[str]:
-    """What is wrong with a method of speculation under `unique`: other answers than without it, or other statistics."""
+    """Return the faults of a method under `unique`: answers that differ from plain decoding, or wrong statistics."""
     speculator, unique = SPECULATORS[name], WAYS["unique"].arguments
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as temporary:
         folder = Path(temporary)
@@ -95,7 +96,7 @@ def faults_of(name: str, drafts: Sequence[str] = ("dense", "sparse")) -> Iterato
             with watch() as referee, watch_dense_layers(referee):
                 found = speculate(speculator, folder, draft, **unique)
             faults = list(referee.faults)
-            # Where several tokens are verified at once, sums have another order.
+            # Verifying several tokens at once changes the order of sums.
             pairs = zip(plain, found.continuations, strict=True)
             if (error := max(logprob_error(*pair) for pair in pairs)) > LOGPROB_TOLERANCE:
                 faults.append(f"log probabilities differ by {error:.3g} from those without speculation")
@@ -109,6 +110,6 @@ def faults_of(name: str, drafts: Sequence[str] = ("dense", "sparse")) -> Iterato
 
 
 def speculate_densely(name: str) -> None:
-    """Speculates with vLLM's own attention; raises what vLLM raises."""
+    """Speculate with vLLM's own attention. vLLM's exceptions pass through."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         speculate(SPECULATORS[name], Path(folder), None)

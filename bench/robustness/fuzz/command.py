@@ -22,9 +22,9 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 def fuzz(
     output: Output,
-    seeds: Annotated[list[str] | None, typer.Option(help="Such as 7 or 0-19, repeatable.")] = None,
+    seeds: Annotated[list[str] | None, typer.Option(help="Seed or range such as 7 or 0-19, repeatable.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the scheduler for each seed.")] = 5000,
-    resume: Annotated[bool, typer.Option("--resume", help="Add the seeds that the file lacks to it.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Run only the seeds that the file lacks.")] = False,
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:

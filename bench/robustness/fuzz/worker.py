@@ -177,7 +177,7 @@ class Worker:
         tokens = [*request.all_token_ids[computed : computed + count], *drafts][:count]
         row = self.rows[request.request_id]
         if len(tokens) != count or computed > row.written or len(row.blocks) * self.case.block_size < computed + count:
-            raise FaultError("the schedule does not fit what the worker has")
+            raise FaultError("the schedule does not match the worker's state")
         self.counts["chunks"] += 0 < computed < request.num_prompt_tokens
         self.counts["decodes"] += computed >= request.num_prompt_tokens
         return Scheduled(request, row, computed, tokens)
@@ -247,7 +247,7 @@ class Worker:
         error = (result.float() - expected).norm(dim=-1)
         if not bool((error <= OUTPUT_TOLERANCE * expected.norm(dim=-1)).all()):
             kind = "decodes" if decodes else "prefills"
-            raise FaultError(f"an output of a request that {kind} which is not the reference's")
+            raise FaultError(f"an output of a request that {kind} differs from the reference")
 
 
 def _bits(part: torch.Tensor) -> torch.Tensor:

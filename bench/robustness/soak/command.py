@@ -36,9 +36,9 @@ _ROW_SECONDS = 60.0
 
 def soak(
     output: Output,
-    clients: Annotated[int, typer.Option(min=1, help="That ask at once.")] = 4,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long they ask.")] = 60,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests after which they stop before that.")] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients.")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Duration of the load.")] = 60,
+    requests: Annotated[int | None, typer.Option(min=1, help="Stop earlier, after this number of requests.")] = None,
     may_part: Annotated[bool, typer.Option("--may-part", help="Answers may differ from those asked alone.")] = False,
     context: Annotated[str, typer.Option(help="Tokens of a prompt, such as 4K.")] = "4K",
     prompts: Annotated[int, typer.Option(min=2, help="Different prompts; several share a document.")] = 8,
@@ -49,7 +49,7 @@ def soak(
     server_argument: Annotated[
         list[str] | None, typer.Option(help="Further argument of `vllm serve`, repeatable.")
     ] = None,
-    start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
+    start_seconds: Annotated[float, typer.Option(min=1, help="Time limit of the server's start.")] = 600,
     commit: Commit = None,
 ) -> None:
     """Ask alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
