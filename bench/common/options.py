@@ -51,7 +51,13 @@ def usable_device(device: str) -> str:
 
 def make_app(text: str) -> typer.Typer:
     """A command line with subcommands, described by `text`."""
-    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    return typer.Typer(
+        help=text,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
 
 
 class GridRow(BaseModel):

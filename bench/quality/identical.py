@@ -74,7 +74,7 @@ def compare(name: str, dense: Sequence[Continuation], found: Sequence[Continuati
 def identical(
     output: Output,
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
-    variant: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(VARIANTS)}.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(VARIANTS)}.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, of 64 to 2,048 tokens.")] = 50,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
     seed: Seed = 0,

@@ -37,7 +37,7 @@ _AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im
 
 app = typer.Typer(
     help="Rules that keep the answers of a pretrained model.", no_args_is_help=True, add_completion=False,
-    pretty_exceptions_enable=False,
+    pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
 Model = Annotated[Path, typer.Option(help="Folder of a Llama in transformers' format.")]
 

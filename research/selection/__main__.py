@@ -47,7 +47,9 @@ app = make_app("Page statistics on the queries and keys of a model.")
 @app.command()
 def run(
     output: Output,
-    model: Annotated[Path, typer.Option(help="Folder or Hugging Face name. Default: needle-8m.")] = NEEDLE_8M,
+    model: Annotated[
+        Path, typer.Option(help="Folder or Hugging Face name. Default: needle-8m.", show_default=False)
+    ] = NEEDLE_8M,
     statistics: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(STATISTICS)}.")] = None,
     page_size: Annotated[list[str] | None, typer.Option(help="Tokens of a page, repeatable. Default: 8.")] = None,
     budget: Annotated[list[str] | None, typer.Option(help="Tokens, repeatable. Default: 64,128,512,2K.")] = None,

@@ -32,7 +32,7 @@ _LONGEST_LOG = 2000
 
 def families(
     output: Output,
-    family: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(FAMILIES)}.")] = None,
+    family: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(FAMILIES)}.")] = None,
     way: Annotated[
         list[str] | None, typer.Option(help=f"Way of attention, repeatable. Default: {', '.join(WAYS)}.")
     ] = None,

@@ -114,7 +114,7 @@ def _settings(command: Command) -> dict[str, Any]:
     }
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 for _name, _command in COMMANDS.items():
     app.command(_name, help=_command.help)(lambda: None)
 
