@@ -120,7 +120,7 @@ def lossless(
         list[str] | None, typer.Option(help="Context in tokens, repeatable. Default: 4K,8K,16K.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="Needle task beside those, repeatable. Default: kv, multikey.")
+        list[str] | None, typer.Option(help="Needle task to add, repeatable. Default: kv, multikey.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each context and kind.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after code or text.")] = 96,

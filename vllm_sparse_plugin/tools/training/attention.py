@@ -163,8 +163,7 @@ class PackedAttention:
             )
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         # There is one row at a time: from [1, heads, tokens, size] to [tokens, heads, size].
-        # Under autocast, rotary embedding leaves float32 queries and keys beside 16-bit values. All are served in 16
-        # bits.
+        # Under autocast, rotary embedding gives float32 queries and keys, but values are 16-bit. Serving uses 16 bits.
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         is_sparse = module.layer_idx >= self._served.first_dense_layers
         if self._mask is None and self._shares is not None and is_sparse:
