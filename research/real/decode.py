@@ -1,4 +1,4 @@
-"""Decodes behind a dense prefill, and reads only the pages that statistics choose: how many next tokens change?"""
+"""Decodes after a dense prefill, reading only selected pages, and counts the next tokens that change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from research.real.texts import Prompt
 
 
 def chosen_tokens(layer: Layer, arm: str, reduce: str, budget: int, num_tokens: int) -> torch.Tensor:
-    """Returns which tokens each query reads: `[num_kv_heads, rows, num_tokens]` bool.
+    """Return the tokens that each query reads: `[num_kv_heads, rows, num_tokens]` bool.
 
     Args:
-        layer: what the queries see.
+        layer: attention inputs of the queries.
         arm: a name in `KINDS_OF_PAGES`, or `ORACLE`.
-        reduce: how the scores of a group are put together.
-        budget: pages, the first and the newest complete page included; the incomplete page is read besides.
-        num_tokens: tokens of the cache, the queries' included.
+        reduce: how to combine the scores of a group.
+        budget: pages, including the first and the newest complete page. The incomplete page is read in addition.
+        num_tokens: tokens of the cache, including the queries' tokens.
     """
     if arm == ORACLE:
         scores = layer.mass
@@ -43,16 +43,16 @@ def chosen_tokens(layer: Layer, arm: str, reduce: str, budget: int, num_tokens: 
 def predict(
     model: Llama, tokens: torch.Tensor, prompt: Cache, arm: str, reduce: str, budget: int, first_dense: int
 ) -> torch.Tensor:
-    """Returns the likeliest successors of tokens behind a prompt; each of them chooses its pages.
+    """Return the likeliest next token after each token that follows a prompt. Each token selects its own pages.
 
     Args:
         model: the model.
         tokens: `[tokens]` ids.
-        prompt: has room for the tokens, and has its old length afterwards.
+        prompt: has room for the tokens. Its length is restored.
         arm: see `chosen_tokens`.
         reduce: see `chosen_tokens`.
         budget: see `chosen_tokens`.
-        first_dense: first layers that read everything.
+        first_dense: number of first layers that read everything.
     """
 
     def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -76,12 +76,12 @@ def measure_decode(
     budgets: Sequence[int],
     first_dense: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each arm, budget and text: the share of next tokens that are those of dense attention.
+    """Yield a row for each arm, budget and text: the share of next tokens equal to those of dense attention.
 
     Args:
         model: the model.
-        exact: the same in float32, for the noise of dense attention; None to leave that out.
-        texts: what is read; the newest `SCORED` tokens are decoded.
+        exact: the model in float32, for the noise of dense attention; None to omit the noise.
+        texts: texts to read; the newest `SCORED` tokens are decoded.
         arms: names in `KINDS_OF_PAGES`, or `ORACLE`.
         reduces: `max`, `share`, or both.
         budgets: pages, see `chosen_tokens`.

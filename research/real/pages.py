@@ -225,7 +225,7 @@ class Layer:
         return ranked.topk(min(budget, ranked.shape[-1]), dim=-1).indices
 
     def read(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Returns the weight that the best pages hold, see `best`: `[rows, num_kv_heads]`."""
+        """Return the weight of the best pages, see `best`: `[rows, num_kv_heads]`."""
         return self.mass.gather(-1, self.best(scores, budget)).sum(dim=-1) + self.rest
 
 
@@ -270,7 +270,7 @@ def _two_levels(layer: Layer, arm: str) -> Iterator[dict[str, Any]]:
 
 
 def seen(layer: Layer, estimate: torch.Tensor) -> torch.Tensor:
-    """Takes pages away that a query does not see whole: `[rows, num_kv_heads, group_size, num_pages]`."""
+    """Mask the pages that a query does not see completely: `[rows, num_kv_heads, group_size, num_pages]`."""
     page = torch.arange(estimate.shape[-1], device=estimate.device)
     return estimate.masked_fill((page >= layer.complete[:, None])[:, None, None], -torch.inf)
 
