@@ -296,7 +296,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(run, stub, outpu
     stub.answer = answer
     try:
         code, _, err = run(*NEEDLES)
-        assert (code, err) == (130, "Ctrl-C: stopping; once more kills what still runs\n")
+        assert (code, err) == (130, "Ctrl-C: stopping; repeat to kill the processes that still run\n")
         # A thread that is not a daemon would keep the process alive.
         assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
     finally:

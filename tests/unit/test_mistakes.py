@@ -386,7 +386,7 @@ def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, nu
         owner = importlib.import_module(f"vllm_sparse_plugin.{owner}")
     monkeypatch.setattr(owner, name, lambda *_, **__: signal.raise_signal(number))
     said = sentence_of(run(command, *arguments), 128 + number)
-    assert said == f"{endings._SIGNALS[number]}: stopping; once more kills what still runs"
+    assert said == f"{endings._SIGNALS[number]}: stopping; repeat to kill the processes that still run"
     # A run without a result leaves no file.
     assert sorted(path.name for path in Path().iterdir()) == ["data.jsonl", "long.jsonl"]
 

@@ -106,7 +106,7 @@ def test_a_server_that_fails_ends_the_command_in_one_sentence(needles):
 def test_ctrl_c_stops_the_servers_and_ends_the_command_in_one_sentence(needles):
     done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, interrupts=True)
     assert done.code == 130
-    assert done.err == "Ctrl-C: stopping; once more kills what still runs\n"
+    assert done.err == "Ctrl-C: stopping; repeat to kill the processes that still run\n"
     assert done.pids.keys() == {"dense", "unique"}
     assert not any(map(is_running, done.pids.values()))
 
@@ -114,7 +114,7 @@ def test_ctrl_c_stops_the_servers_and_ends_the_command_in_one_sentence(needles):
 def test_ctrl_c_again_while_servers_stop_kills_them_at_once(needles):
     done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, interrupts=True, insists=True)
     assert done.code == 130
-    assert done.err == "Ctrl-C: stopping; once more kills what still runs\n"
+    assert done.err == "Ctrl-C: stopping; repeat to kill the processes that still run\n"
     assert done.pids.keys() == {"dense", "unique"}
     assert not any(map(is_running, done.pids.values()))
 

@@ -32,7 +32,7 @@ def script(tmp_path) -> Path:
         (
             OSError(28, "No space left on device", "/x"),
             1,
-            "run.py: /x: got 'No space left on device', allowed: a place ",
+            "run.py: /x: got 'No space left on device', allowed: a writable place",
         ),
         (
             subprocess.CalledProcessError(1, "ensurepip"),
