@@ -282,7 +282,7 @@ def test_show_config_prints_what_a_server_would_say_at_start(run):
     assert out.splitlines()[-1].startswith("sparse_attention.selection.policy: Representative keys are those ")
     assert "16-bit" not in run("show-config")[1]
     assert (
-        "sparse_attention.selection.statistics: 'auto' keeps int8 means"
+        "sparse_attention.selection.statistics: 'auto' stores int8 means"
         in run("show-config", "--kv-cache-dtype", "fp8")[1]
     )
 
