@@ -108,12 +108,12 @@ def calibrate(
 
     Runs the model in transformers. One half of the documents fits the thresholds, the other half judges them.
 
-    The report has, for several skip ratios:
+    The report has:
 
     - the share of KV groups skipped, by length and task
     - how many skipped groups attend to the first token
     - the norm of token 0's value, which a skipped group replaces by zero
-    - the answers beside those of dense attention
+    - the answers beside those of dense attention, at several skip ratios
 
     Writes a preset for this model only. Use it with `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
     """

@@ -46,7 +46,9 @@ _ENGINE, _ITEMS, _FILES = "Engine in this process", "Questions", "Files of quest
 BaseUrl = Annotated[str, typer.Option(help="Server with OpenAI's completions API.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="Model name at the server; with --in-process a folder or name. Default: its only one."),
+    typer.Option(
+        help="Model name at the server; with --in-process a folder or name. Default: the server's only model."
+    ),
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or name. Default: the model's.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight.")]
