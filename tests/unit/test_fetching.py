@@ -278,7 +278,7 @@ def test_two_processes_do_not_write_one_folder(index, tmp_path):
     with (part / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
-            ConfigurationError, match=r"^output: got '.*toy', which another process writes, allowed: one"
+            ConfigurationError, match=r"^output: got '.*toy', which another process is writing, allowed: one"
         ):
             fetch_toy(folder)
     fetch_toy(folder)
