@@ -18,6 +18,9 @@ from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.requests.rows import building
 from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
+SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
+"""Settings that select pages in short contexts."""
+
 
 @functools.cache
 def _vllm_config(model: str, backend: str, settings: str, block_size: int, kv_cache_dtype: str) -> VllmConfig:

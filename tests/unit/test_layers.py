@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-MEASURING = ("bench", "research")
+MEASURING = ("bench", "research", "support.bench")
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -19,14 +19,20 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+def measures(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in MEASURING)
+
+
 def files(measuring: bool) -> list[Path]:
-    return [path for path in sorted(TESTS.rglob("*.py")) if (path.relative_to(TESTS).parts[0] == "bench") == measuring]
+    """Files of tests and of what they share. Those of the measuring code are in folders named `bench`."""
+    return [path for path in sorted(TESTS.rglob("*.py")) if ("bench" in path.relative_to(TESTS).parts) == measuring]
 
 
 @pytest.mark.parametrize("path", files(measuring=False), ids=lambda path: str(path.relative_to(TESTS)))
 def test_only_tests_of_the_measuring_code_import_it(path):
-    assert [name for name in imported(path) if name.partition(".")[0] in MEASURING] == []
+    assert list(filter(measures, imported(path))) == []
 
 
 def test_tests_of_the_measuring_code_are_found():
-    assert all(any(name.partition(".")[0] in MEASURING for name in imported(path)) for path in files(measuring=True))
+    tests = [path for path in files(measuring=True) if path.name.startswith("test_")]
+    assert all(any(map(measures, imported(path))) for path in tests)

@@ -1,0 +1,136 @@
+"""Models, variants and results that every measurement of serving shares."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from support.bench.serving import RUN, decode_rows, write_results
+
+from bench.common.engine import Variant, WrongBackendError, force_routing
+from bench.common.models import NEEDLE_8M, open_model
+from bench.common.options import parse_grid
+from bench.common.results import ResultFile, read_run, read_runs, spread
+from bench.common.worker import BenchWorker
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("ratio", [0, 0.25, 0.6, 1])
+def test_forced_routing_skips_its_share_of_the_groups_and_keeps_other_settings(ratio):
+    with open_model("llama-3.1-8b") as model:
+        text = force_routing(model, '{"sparse_attention": {"min_context_tokens": 5}, "other": 1}', ratio)
+    assert Variant.parse("unique").additional_config(text) == text
+    given = json.loads(text)
+    assert given.pop("other") == 1
+    resolved = resolve(given["sparse_attention"], "unique")
+    assert resolved.config.min_context_tokens == 5
+    skipped = [
+        torch.full((8,), 0.99) >= resolved.routing.of_layer(layer, range(8), "cpu").coefficients[:, 0]
+        for layer in range(32)
+    ]
+    assert int(torch.stack(skipped[2:]).sum()) == round(ratio * 30 * 8)
+    assert max(int(layer.sum()) for layer in skipped[2:]) - min(int(layer.sum()) for layer in skipped[2:]) <= 1
+    with pytest.raises(ConfigurationError, match="skip_ratio: got 2, allowed: 0 to 1"):
+        force_routing(model, None, 2)
+
+
+def test_the_shape_of_llama_is_that_of_its_checkpoint():
+    transformers = pytest.importorskip("transformers")
+    with open_model("llama-3.1-8b") as model:
+        config = transformers.AutoConfig.from_pretrained(model.folder)
+        assert model.drawn_weights
+        assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+        assert config.rope_parameters["rope_type"] == "llama3"
+        assert config.max_position_embeddings == 131072
+        assert (model.folder / "tokenizer.json").exists()
+        # 8.03e9 parameters; 0.525e9 of them are the embedding, which is not multiplied.
+        assert model.matrix_elements == pytest.approx(7.504e9, rel=1e-3)
+        assert model.kv_bytes_per_token("auto") == 128 * 1024
+        assert model.kv_bytes_per_token("fp8") == 64 * 1024
+        folder = model.folder
+    assert not folder.exists()
+
+
+def test_a_folder_is_a_model_and_is_left_alone():
+    with open_model("needle-8m") as named, open_model(str(NEEDLE_8M)) as given:
+        assert named == given
+        assert not named.drawn_weights
+    assert NEEDLE_8M.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dense", Variant(None)),
+        ("FLASH_ATTN:fp8", Variant("FLASH_ATTN", "fp8")),
+        ("unique:auto", Variant("UNIQUE", "auto")),
+    ],
+)
+def test_variants_are_parsed_from_their_names(text, expected):
+    assert Variant.parse(text) == expected
+    assert Variant.parse(expected.name) == expected
+
+
+def test_settings_reach_our_backends_only():
+    text = '{"sparse_attention": {"selection": {"budget_tokens": 256}}}'
+    assert Variant.parse("unique").additional_config(text) == text
+    assert Variant.parse("flash_attn").additional_config(text) is None
+    with pytest.raises(ConfigurationError, match="budget_tokens: got 3"):
+        Variant.parse("unique").additional_config('{"sparse_attention": {"selection": {"budget_tokens": 3}}}')
+
+
+def test_another_backend_than_the_one_asked_for_is_no_result():
+    assert Variant.parse("dense").check_backends(["CPU_ATTN"]) == "CPU_ATTN"
+    assert Variant.parse("unique").check_backends(["UNIQUE"]) == "UNIQUE"
+    for used in (["FLASH_ATTN"], ["FLASH_ATTN", "UNIQUE"], []):
+        with pytest.raises(WrongBackendError, match="unique: vLLM runs "):
+            Variant.parse("unique").check_backends(used)
+
+
+def test_drawn_weights_are_no_longer_tiny():
+    class Worker(BenchWorker):
+        def __init__(self) -> None:
+            self.model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False), torch.nn.RMSNorm(64))
+            for parameter in self.model.parameters():
+                torch.nn.init.uniform_(parameter, -1e-3, 1e-3)
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    worker = Worker()
+    worker.draw_weights()
+    assert worker.model(torch.randn(100, 256)).std().item() == pytest.approx(1, abs=0.1)
+
+
+def test_grids_are_sorted_by_context():
+    rows = parse_grid(["128K=1,max", "2048=24,6"])
+    assert [(row.context, row.batches) for row in rows] == [(2048, (24, 6)), (131072, (1, None))]
+    assert parse_grid(["32K,8K=1,8"]) == parse_grid(["8K=1,8", "32K=1,8"])
+
+
+def test_spread_of_one_and_of_many():
+    assert spread([3.0]) == (3.0, 3.0, 3.0)
+    assert spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == (3.5, 2.0, 5.0)
+    assert spread([1.0, 2.0])[0] == statistics.median([1.0, 2.0])
+
+
+def test_results_of_several_runs_can_follow_each_other(tmp_path):
+    rows = decode_rows()
+    runs = read_runs(write_results(tmp_path / "both.jsonl", rows[:3], rows[3:]))
+    assert [run.rows for run in runs] == [rows[:3], rows[3:]]
+    assert runs[0].about == RUN
+    assert read_run(tmp_path / "both.jsonl").rows == rows
+
+
+def test_a_result_file_is_begun_and_gone_on_with(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with ResultFile(path, RUN) as file:
+        file.write({"batch": 1})
+        assert read_run(path).rows == [{"batch": 1}]
+    with ResultFile(path) as file:
+        file.write({"batch": 2})
+    assert [row["batch"] for row in read_run(path).rows] == [1, 2]
+    with ResultFile(path, RUN):
+        pass
+    assert read_run(path).rows == []

@@ -1,0 +1,347 @@
+"""Tables and figures of the generated pages."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.bench.pages import ABOUT, write_run
+
+from bench.common.pages import group_rows
+from bench.common.results import read_run
+from bench.pages import compaction, figures, frontier, kernels, prefill, quality, recipes, serving, training
+
+
+def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
+    backends = {"dense": "FLASH_ATTN", "flash_attn": "FLASH_ATTN"}
+    return {
+        "variant": variant,
+        "attention_backend": backends.get(variant, variant.upper()),
+        "kv_cache_dtype": "auto",
+        "additional_config": None,
+        "chunk_tokens": 8192,
+        "measurement": measurement,
+        "context_tokens": context,
+        "requests": 1,
+        "seconds_median": seconds,
+        **columns,
+    }
+
+
+SPARSER = {"sparse_attention": {"prefill": {"density": 0.05}}}
+RATES = {"total_tokens_per_second": 20000.0, "output_tokens_per_second": 78.125}
+
+
+@pytest.fixture
+def prefill_results(tmp_path, monkeypatch) -> list[Path]:
+    """Two files of engines, as `bench.serving prefill` writes them."""
+    monkeypatch.setattr(prefill, "FOLDER", tmp_path / "prefill")
+    row = measured_prefill
+    skipped = row("dense", "first_token", 65536, 0.0) | {"skipped": "the time limit was reached"}
+    del skipped["seconds_median"]
+    dense = write_run(
+        tmp_path / "prefill" / "chunks_8k.jsonl",
+        row("dense", "first_token", 131072, 12.0),
+        row("dense", "first_token", 8192, 0.25),
+        skipped,
+        row("dense", "prefix_hit", 131072, 6.0, cached_tokens=98304),
+        row("dense", "load", 32768, 50.0, **RATES | {"requests": 32}),
+    )
+    sparse = write_run(
+        tmp_path / "prefill" / "chunks_8k_sparse.jsonl",
+        row("unique_prefill", "first_token", 8192, 0.25),
+        row("unique_prefill", "first_token", 131072, 5.0),
+        row("unique_prefill", "first_token", 131072, 4.0),
+        row("unique_prefill", "first_token", 131072, 3.0, additional_config=SPARSER),
+        row("unique_prefill", "prefix_hit", 131072, 2.0, cached_tokens=98304),
+    )
+    return [dense, sparse]
+
+
+def test_the_time_to_first_token_is_a_table_of_contexts_and_engines(prefill_results):
+    block = prefill.prefill_gpu()
+    assert block.sources == prefill_results
+    assert block.text.splitlines() == [
+        "| prompt | tokens of a step | FlashAttention 3, s | `unique_prefill`, s | `unique_prefill`, density 0.05, s |",
+        "| --- | --- | --- | --- | --- |",
+        "| 8,192 | 8,192 | 0.25 | 0.25 (1.00x) | - |",
+        "| 131,072 | 8,192 | 12.00 | 4.00 (3.00x) | 3.00 (4.00x) |",
+        "| 131,072, 98,304 of them cached | 8,192 | 6.00 | 2.00 (3.00x) | - |",
+        "",
+        "| prompts at once | tokens of a step | FlashAttention 3, tokens/s |",
+        "| --- | --- | --- |",
+        "| 32 x 32,768 | 8,192 | 20,000 / 78.1 |",
+    ]
+
+
+def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
+    pytest.importorskip("matplotlib")
+    (axes,) = figures.draw_prefill().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {
+        "FlashAttention 3": [[8192, 0.25], [131072, 12]],
+        "unique_prefill": [[8192, 0.25], [131072, 4]],
+        "unique_prefill, density 0.05": [[131072, 3]],
+    }
+    assert [text.get_text() for text in axes.texts] == ["1.0x", "3.0x", "4.0x"]
+
+
+def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
+    path = prefill_results[0].with_name("zipvl.jsonl")
+    monkeypatch.setattr(prefill, "ZIPVL", path)
+    times = {"flash_attn": 10.0, "zipvl": 12.5}
+    write_run(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
+    block = prefill.zipvl_gpu()
+    assert block.sources == [path]
+    assert " ".join(block.text.split()) == (
+        "The first token of one prompt of 131,072 tokens, in steps of 8,192, takes 10.00 s with FlashAttention 3 and "
+        "12.50 s with `zipvl` (0.80x)."
+    )
+    assert prefill.prefill_gpu().sources == prefill_results
+
+
+def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefill, "FOLDER", tmp_path)
+    made = prefill.prefill_gpu()
+    assert (made.text, list(made.sources)) == ("", [])
+
+
+def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "FOLDER", tmp_path)
+    assert training.passes().text == training.steps().text == "Nothing has been measured on a GPU yet."
+
+    def timed(name, tokens, ms, **more):
+        times = {
+            part: {"median_ms": ms * share} for part, share in (("forward", 0.25), ("backward", 0.75), ("both", 1))
+        }
+        return {"pass": name, "context_tokens": tokens, "peak_mib": tokens / 64} | times | more
+
+    masked = {"budget_tokens": 512, "statistics": "quarters"}
+    rows = [
+        timed("soft", 8192, 12.0, **masked), timed("flash", 8192, 8.0), timed("cudnn", 8192, 6.0),
+        timed("hard", 16384, 10.0, **masked), {"pass": "cudnn", "context_tokens": 16384, "failed": "out of memory"},
+    ]  # fmt: skip
+    write_run(tmp_path / "passes.jsonl", *rows)
+    # Without a dense pass at 16K there is no comparison for the hard mask.
+    assert " ".join(training.passes().text.split()) == (
+        "Time of one layer's attention, forward and backward, over that of dense attention: with the soft mask 2.00 at "
+        "8K."
+    )
+
+    settings = {"lora_rank": 16, "sequence_tokens": 32768, "rows_per_step": 1}
+    about = ABOUT | {"model": "llama-3.1-8b", "settings": settings}
+    step = {"loss": 11.8, "processes": 2, "layers": None, "gpu_memory_gib": 61.25}
+    steps = [
+        step | {"temperature": temperature, "tokens_per_second": speed}
+        for temperature, speed in ((1.0, 900.0), (0.5, 2000.0), (None, 100.0), (None, 2500.0))
+    ]
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, [about, *steps])))
+    assert training.steps().text.splitlines()[2] == "| 1 x 32K | rank 16 | 2 | 2,000 | 2,500 | 61.2 |"
+
+
+def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "RESULTS", tmp_path)
+    for block in (compaction.users(), compaction.times(), compaction.identical(), compaction.streams()):
+        assert (block.text, list(block.sources)) == ("Nothing yet.", [])
+    load = {
+        "input_tokens": 16384, "output_tokens": 2048, "concurrency": 64, "running_most": 8,
+        "output_tokens_per_second": 700.4, "preemptions": 3,
+    }  # fmt: skip
+    folder = tmp_path / "h200" / "compaction"
+    write_run(
+        folder / "capacity_dense.jsonl",
+        load | {"variant": "dense", "cache_tokens": None, "running_most": 50},
+        load | {"variant": "dense", "cache_tokens": 134000},
+    )
+    # A window of a run is not compared with whole runs.
+    timed = load | {"window_seconds": 59.6, "variant": "dense", "cache_tokens": 134000}
+    write_run(folder / "capacity_window.jsonl", timed)
+    assert compaction.users().text.splitlines()[2:] == [
+        "| 134,000 tokens | 64 | `dense` | 8 | 700 |",
+        "| no limit | 64 | `dense` | 50 | 700 |",
+    ]
+    took = {"variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "running": 8}
+    write_run(
+        folder / "identical_needle-8m.jsonl", {"variant": "h2o", "identical": 49, "prompts": 50, "answer_tokens": 32}
+    )
+    assert " ".join(compaction.identical().text.split()) == (
+        "With a budget that holds the whole prompt, 49 of 50 answers of needle-8m equal those of dense attention "
+        "(`h2o`)."
+    )
+    write_run(folder / "time_32K.jsonl", took)
+    assert " ".join(compaction.times().text.split()) == (
+        "`snapkv`: 2.50 s for a prefill of 32,768 tokens, and 7.0 ms for a decode step of 8 requests beside it."
+    )
+    parts = [float(part) for part in range(1, 17)]
+    window = {"window": "no sinks", "cache_tokens": 1024, "part_tokens": 4096, "perplexity": parts}
+    write_run(folder / "stream_needle-8m.jsonl", window, window | {"window": "sinks", "perplexity": [*parts[1:], 5.5]})
+    assert " ".join(compaction.streams().text.split()) == (
+        "llama-3.1-8b reads 65,536 tokens through a window of 1,024. Perplexity of the last 4,096: 16.00 (no sinks), "
+        "5.50 (sinks)."
+    )
+
+
+def test_a_server_under_load_is_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
+    def row(variant, concurrency, speed, prefix=0):
+        return {
+            "variant": variant, "workload": "shared_prefix" if prefix else "random", "concurrency": concurrency,
+            "input_tokens": 32768, "prefix_tokens": prefix, "ttft_ms_median": 1286.3, "tpot_ms_median": 5.964,
+            "output_tokens_per_second": speed,
+        }  # fmt: skip
+
+    few = write_run(
+        tmp_path / "few_clients.jsonl",
+        row("flash_attn", 8, 80.0), row("flash_attn", 1, 60.0), row("flash_attn", 1, 100.0, 31744),
+        row("unique", 1, 66.0), row("unique", 1, 125.0, 31744),
+    )  # fmt: skip
+    # From the other run, loads that are also in the first run are omitted.
+    many = write_run(
+        tmp_path / "unique.jsonl", row("flash_attn", 1, 1.0), row("flash_attn", 32, 90.0), row("unique", 32, 99.0)
+    )
+    monkeypatch.setattr(serving, "FEW_CLIENTS", few)
+    monkeypatch.setattr(serving, "MANY_CLIENTS", (many,))
+    assert serving.serving().text.splitlines()[2:] == [
+        "| 32,768 | 0 | 1 | `flash_attn` | 1,286 | 5.96 | 60.0 (1.00x) |",
+        "| 32,768 | 0 | 1 | `unique` | 1,286 | 5.96 | 66.0 (1.10x) |",
+        "| 32,768 | 0 | 8 | `flash_attn` | 1,286 | 5.96 | 80.0 (1.00x) |",
+        "| 32,768 | 0 | 32 | `flash_attn` | 1,286 | 5.96 | 90.0 (1.00x) |",
+        "| 32,768 | 0 | 32 | `unique` | 1,286 | 5.96 | 99.0 (1.10x) |",
+        "| 32,768 | 31,744 | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
+        "| 32,768 | 31,744 | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
+    ]
+
+
+def test_a_decode_step_after_prompts_is_not_shown_again_from_noise(tmp_path, monkeypatch):
+    def steps(name, *found):
+        rows = ({"context_tokens": context, "batch": 1, "ms_per_token": ms} for context, ms in found)
+        write_run(tmp_path / "decode" / f"{name}.jsonl", *rows)
+
+    steps("dense", (8192, 6.0))
+    steps("sparse", (8192, 5.0))
+    steps("dense_noise", (8192, 7.0), (131072, 9.0))
+    steps("sparse_noise", (8192, 5.5), (131072, 6.0))
+    files = ("bf16", "quarters", "dense", "sparse"), ("bf16, noise", "quarters", "dense_noise", "sparse_noise")
+    monkeypatch.setattr(serving, "H200", tmp_path)
+    monkeypatch.setattr(serving, "_DECODES", files)
+    assert serving.decode_steps().text.splitlines()[2:] == [
+        "| 8,192 | 1 | bf16 | quarters | 6.00 | 5.00 | 1.20 |",
+        "| 131,072 | 1 | bf16, noise | quarters | 9.00 | 6.00 | 1.50 |",
+    ]
+
+
+def test_rows_with_the_same_outcome_are_joined_up_to_the_width_of_a_cell():
+    rows = [("a", "yes"), ("b", "no"), ("c", "yes"), ("d" * 118, "yes"), ("e", "no")]
+    assert group_rows(rows) == [["a, c", "yes"], ["d" * 118, "yes"], ["b, e", "no"]]
+
+
+def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
+    def row(provider, us, case="8q1s32K g4"):
+        return {"op": "budgets", "case_name": case, "provider": provider, "warm": {"median_us": us}}
+
+    left_out = {"op": "budgets", "case_name": "32q1s512K g4", "provider": "unique", "status": "left out"}
+    path = write_run(
+        tmp_path / "budgets.jsonl",
+        row("unique", 100.8), row("unique, room for no more", 99.5), row("unique, one for all", 100.0), left_out,
+    )  # fmt: skip
+    monkeypatch.setattr(kernels, "BUDGETS", path)
+    monkeypatch.setattr(kernels, "COVERAGE", path)
+    assert kernels.budgets_by_request().text.startswith(
+        "Budgets by request change the time of a decode step's attention by +0.8% to +0.8%, measured for 1 batches"
+    )
+    assert "takes 1.0 to 1.0 times as long" in kernels.coverage_cost().text.replace("\n", " ")
+
+
+def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):
+    def row(context, ms, acceptance=None, tokens=1.0):
+        drafts = 8 if acceptance else None
+        return {
+            "context_tokens": context, "batch": 1, "draft_tokens": drafts, "acceptance": acceptance,
+            "tokens_per_step": tokens, "ms_per_token": ms,
+        }  # fmt: skip
+
+    path = write_run(
+        tmp_path / "adaptive.jsonl",
+        row(2048, 5.0), row(131072, 9.0), row(131072, 6.0, 0.97, 8.5), row(2048, 5.05, 0.9), row(2048, 4.99, 0.97),
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "ADAPTIVE", (path,))
+    lines = serving.lossless_adaptive().text.splitlines()
+    assert lines[2:] == [
+        "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
+        "",
+        "Without drafts (contexts of 2,048 tokens) a token takes 1.00 to 1.01 times as long as densely.",
+    ]
+
+
+def test_the_meter_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
+    row = {"context_tokens": 32768, "batch": 8}
+    paths = [
+        write_run(tmp_path / f"{name}.jsonl", row | {"ms_per_token": ms})
+        for name, ms in (("never", 5.0), ("sampled", 5.02), ("every", 55.0))
+    ]
+    monkeypatch.setattr(serving, "METER", paths[:2])
+    monkeypatch.setattr(serving, "METER_CPU", [paths[0], paths[2]])
+    block = serving.meter()
+    assert set(block.sources) == set(paths)
+    # On a CPU every step is measured. The table shows 1/1,024 of the added time.
+    assert block.text.splitlines()[2:] == [
+        "| CPU, needle-8m | 32,768 | 8 | 5.00 | +0.98% |",
+        "| H200, llama-3.1-8b | 32,768 | 8 | 5.00 | +0.40% |",
+    ]
+
+
+def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
+    end = {
+        "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],
+        "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0,
+    }  # fmt: skip
+    monkeypatch.setattr(compaction, "SOAK", write_run(tmp_path / "soak.jsonl", {"state": "alone"}, end))
+    assert " ".join(compaction.soak().text.split()) == (
+        "200 clients sent 10,000 requests in 7 minutes and abandoned 3,350 of them. The server preempted requests "
+        "1,234 times. 0 requests failed. At the end 0 requests ran, and 0.0% of the cache was in use."
+    )
+
+
+@pytest.fixture
+def frontier_results(tmp_path, monkeypatch):
+    """Decode steps of dense attention and of three budgets."""
+    monkeypatch.setattr(frontier, "FOLDER", tmp_path)
+    for name, times in (("dense", (5.5, 39.0)), ("512", (5.0, 7.0)), ("2048", (5.1, 7.5)), ("8192", (5.4, None))):
+        steps = zip((8192, 131072), (1, 6), times, strict=True)
+        columns = "context_tokens", "batch", "ms_per_token"
+        rows = (dict(zip(columns, step, strict=True)) for step in steps if step[-1])
+        write_run(tmp_path / f"decode_{name}.jsonl", *rows)
+
+
+def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
+    block = frontier.frontier()
+    names = [path.name for path in block.sources[:4]]
+    assert names == ["decode_dense.jsonl", "decode_512.jsonl", "decode_2048.jsonl", "decode_8192.jsonl"]
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in block.text.splitlines() if line.startswith("|"))
+    assert heading == ["requests and context", "dense", "256", "512", "1,024", "2,048", "4,096", "8,192"]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["1 x 8,192, ms per token"] == ["5.50", "-", "5.00", "-", "5.10", "-", "5.40"]
+    assert cells["6 x 131,072, ms per token"] == ["39.00", "-", "7.00", "-", "7.50", "-", "-"]
+    (tuned,) = (row for row in read_run(quality.TUNED).rows if row["setting"] == "unique-512")
+    assert cells["same next token"][2].startswith(f"{tuned['agreement']['value']:.3f} (")
+    assert cells["same next token"][-1] == "-"
+    assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
+
+
+def test_the_gains_of_recipes_are_the_ratios_of_their_rows():
+    _, _, *rows = (line.strip("| ").split(" | ") for line in recipes.recipe_gains().text.splitlines())
+    units = {unit for _, unit, *_ in rows}
+    assert units >= {"ms per token", "tokens of cache", "requests at once", "s to the first token"}
+    for _, unit, *numbers, _, gain in rows:
+        dense, plugin = (float(number.replace(",", "")) for number in numbers)
+        is_time = unit.partition(" ")[0] in ("ms", "s")
+        ratio = dense / plugin if is_time else plugin / dense
+        assert float(gain.removesuffix("x")) == pytest.approx(ratio, rel=0.03), unit
+
+
+def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(frontier_results):
+    pytest.importorskip("matplotlib")
+    left, right = figures.draw_frontier().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in left.lines}
+    assert lines["6 x 128K"] == [[1, 7], [3, 7.5]]
+    assert lines["1 x 8K"] == [[1, 5], [3, 5.1], [5, 5.4]]
+    assert [line.get_xydata().tolist() for line in left.lines[1::2]] == [[[6, 5.5]], [[6, 39]]]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["agreement", "overlap", "likelihood"]

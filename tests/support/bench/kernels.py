@@ -1,0 +1,93 @@
+"""A small geometry, a timer without a GPU, and kernels that the tests of the kernel benchmark run."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.page_statistics import reference as statistics_reference
+from sparse_kernels.page_topk import select_pages
+from sparse_kernels.sparse_attention import attend_pages
+
+from bench.kernels import runner, timing
+from bench.kernels.cases import DecodeCase, Geometry
+from bench.kernels.providers import Op, Provider
+from bench.kernels.workload import Workload
+
+SMALL = Geometry(num_kv_heads=2, head_size=32, k=8, dense_tokens=512)
+CPU = torch.device("cpu")
+
+
+class FakeTimer:
+    """Call n takes 10 * n microseconds: 10, 20, 30, ..."""
+
+    def record(self, call: Callable[[], Any]) -> Any:
+        call()
+
+        class Recording:
+            replay = staticmethod(call)
+
+        return Recording()
+
+    def measure(self, recordings: Mapping[str, Any]) -> dict[str, timing.Timing]:
+        found = {}
+        for age, name in enumerate(recordings, start=1):
+            cold = timing.Spread(10.0 * age, 9.0 * age, 11.0 * age, 40)
+            found[name] = timing.Timing(cold, dataclasses.replace(cold, median_us=5.0 * age), 20)
+        return found
+
+
+def run(ops, plan, workload, seconds_left=lambda: 1.0):
+    emitted: list[dict[str, Any]] = []
+    rows = runner.Runner(ops, workload, FakeTimer(), 1e12, emitted.append, seconds_left).run(plan)
+    assert emitted == rows
+    return rows
+
+
+def provider(name, prepare, check=lambda inputs, calls: [call() for call in calls.values()], load=lambda: None):
+    return Provider(name, load, lambda loaded, inputs: prepare(inputs), check, lambda case, geometry: 10_000_000)
+
+
+def scoring(inputs):
+    return lambda: score(inputs)
+
+
+def op_of(*providers):
+    return {"score": Op(Workload.decode_inputs, providers)}
+
+
+PLAN = [("score", DecodeCase(1, 512, 2)), ("score", DecodeCase(2, 512, 2))]
+
+
+def score(inputs):
+    return score_pages(inputs.grouped_query, inputs.statistics, inputs.block_table, inputs.num_pages, 0.75)
+
+
+def decode(inputs, drop=0):
+    pages = select_pages(score(inputs), inputs.num_pages, 8, 1, 1)
+    pages[..., 3 : 3 + drop] = -1
+    return attend(inputs, pages)
+
+
+def attend(inputs, pages=None):
+    pages = inputs.pages if pages is None else pages
+    table, lens = inputs.block_table.long(), inputs.seq_lens.long()
+    return attend_pages(QueryTokens(inputs.grouped_query, table, lens), inputs.cache, pages.long(), inputs.softmax)
+
+
+def write(inputs, statistics=True):
+    block, offset = inputs.slots // 64, inputs.slots % 64
+    inputs.token_rows[block, :, offset] = torch.cat([inputs.new_keys, inputs.new_values], dim=-1)
+    done = offset % 8 == 7
+    if statistics:
+        statistics_reference.update_page_statistics(inputs.keys, inputs.statistics, block[done], offset[done] // 8)
+
+
+def loads(each):
+    try:
+        each.load()
+    except (ImportError, AttributeError):
+        return False
+    return True
