@@ -2,10 +2,7 @@ import base64
 import copy
 import copyreg
 import json
-import os
 import pickle
-import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -14,6 +11,7 @@ import cloudpickle
 import pytest
 import torch
 import vllm.version
+from support.fresh_python import start_forks
 from support.logs import said
 from vllm.config import AttentionConfig, replace
 from vllm.engine.arg_utils import EngineArgs
@@ -45,13 +43,15 @@ def member(name: str) -> AttentionBackendEnum:
     return AttentionBackendEnum[name]
 
 
-def run_python(code: str, *arguments: str, **environment: str) -> dict:
+@pytest.fixture(scope="module")
+def run_python():
     """Runs code in a fresh process and returns the JSON that it prints last."""
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *arguments]
-    env = os.environ | environment
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    with start_forks() as forks:
+
+        def run(code: str, *arguments: str, **environment: str) -> object:
+            return json.loads(forks.run(textwrap.dedent(code), *arguments, **environment)[-1])
+
+        yield run
 
 
 def test_registering_again_changes_nothing():
@@ -91,7 +91,7 @@ def test_foreign_members_pickle_by_value_as_by_default():
     assert b"vllm_sparse_plugin" not in pickle.dumps(member("FLASH_ATTN"))
 
 
-def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backends():
+def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backends(run_python):
     # Like vLLM's spawned engine core, which unpickles before it loads plugins.
     blob = pickle.dumps([member(name) for name in BACKENDS] + [AttentionConfig(backend="unique")])
     code = """
@@ -128,7 +128,7 @@ def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backe
     }
 
 
-def test_another_plugins_reducer_still_reduces_what_is_not_ours():
+def test_another_plugins_reducer_still_reduces_what_is_not_ours(run_python):
     code = """
         import copyreg, json, pickle
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -184,7 +184,7 @@ def test_backends_have_no_other_attributes():
         backends.OTHER  # noqa: B018
 
 
-def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
+def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(run_python, model):
     code = """
         import json, sys
         from vllm.engine.arg_utils import EngineArgs
@@ -238,7 +238,7 @@ def test_a_tested_vllm_is_known(version, monkeypatch):
     assert compat.untested_vllm() is None
 
 
-def test_vllm_goes_on_where_a_registration_fails(model):
+def test_vllm_goes_on_where_a_registration_fails(run_python, model):
     code = """
         import json, sys
         from vllm.platforms import current_platform
@@ -264,7 +264,7 @@ def test_nothing_of_ours_that_fails_ends_vllm(monkeypatch, warnings):
     assert all("its attention backends are not available: TypeError: " in line for line in warnings)
 
 
-def test_what_vllm_adds_to_the_hooked_methods_passes_through():
+def test_what_vllm_adds_to_the_hooked_methods_passes_through(run_python):
     code = """
         import json
         from types import SimpleNamespace
@@ -338,10 +338,14 @@ def test_a_chosen_backend_and_its_settings_are_part_of_the_configuration_hash(mo
     assert len(hashes) == 4
 
 
-def test_the_name_is_known_before_general_plugins_are_loaded():
-    code = "from vllm.config import AttentionConfig; print(AttentionConfig(backend='unique').backend.name)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "UNIQUE"
+def test_the_name_is_known_before_general_plugins_are_loaded(run_python):
+    code = """
+        import json
+        from vllm.config import AttentionConfig
+
+        print(json.dumps(AttentionConfig(backend="unique").backend.name))
+    """
+    assert run_python(code) == "UNIQUE"
 
 
 @pytest.mark.parametrize("given", [{}, {"additional_config": {"sparse_attention": {"config": "FILE"}}}], ids=str)
