@@ -69,13 +69,37 @@ def evaluate(client: OpenAI, output: Path, *arguments: str) -> tuple[ResultFile,
     return read_results(output), prefilled, decoded
 
 
+def ask_by_new_connections(client: OpenAI) -> tuple[list[str], set[tuple[int, ...]], float]:
+    """Messages of refused requests, different answers to one prompt, and requests that the server has counted.
+
+    Every request has its own connection. The operating system gives it to one of the API processes.
+    """
+
+    def ask_for(budget: int) -> tuple[int, ...]:
+        reply = client.completions.create(
+            model=MODEL.name, prompt=[7] * 900, max_tokens=24, temperature=0, extra_headers={"Connection": "close"},
+            extra_body={"ignore_eos": True, "return_token_ids": True, "vllm_xargs": {"sparse_budget_tokens": budget}},
+        )  # fmt: skip
+        return tuple(reply.choices[0].token_ids)
+
+    refused = []
+    for _ in range(12):
+        with pytest.raises(BadRequestError) as caught:
+            ask_for(12)
+        refused.append(caught.value.body["message"])
+    before = metric(client, "vllm:request_success_total")
+    answers = {ask_for(64) for _ in range(6)}
+    return refused, answers, metric(client, "vllm:request_success_total") - before
+
+
 @pytest.fixture(scope="module")
 def unique_server(questions, tmp_path_factory):
-    """The answers of a sparse server, its measurements, and the results of `vllm-sparse eval` for it.
+    """The answers of a sparse server of two API processes, its measurements, and the results of `vllm-sparse eval`.
 
     Tests show that engines without diagnostics and without the processor for forced tokens give the same answers.
     """
     arguments = ("--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
+    arguments += ("--max-model-len", "auto", "--api-server-count", "2")
     settings = server("unique", *arguments, config={"diagnostics": {"sample_every": 4}})
     with run_server("unique", settings, Console()) as client:
         first, hits = [], []
@@ -111,7 +135,8 @@ def unique_server(questions, tmp_path_factory):
         ]
         text = write_needle_text(folder / "text.txt", MODEL)
         runs.append(evaluate(client, folder / "text.jsonl", *text.options))
-        return (first, hits, together, texts), quality, runs, read_share, refused
+        connections = ask_by_new_connections(client)
+        return (first, hits, together, texts), quality, runs, read_share, refused, connections
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +194,20 @@ def test_a_server_measures_its_selections(unique_server):
     assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
 
 
+BAD_BUDGET = "sparse_budget_tokens: got 12, allowed: a multiple of page_size (8), from 24 to 1048576"
+
+
 def test_a_request_with_a_bad_budget_is_answered_with_a_sentence_by_every_endpoint(unique_server):
-    sentence = "sparse_budget_tokens: got 12, allowed: a multiple of page_size (8), from 24 to 1048576"
     for endpoint, reply in unique_server[4].items():
         assert reply.status_code == 400, endpoint
-        assert reply.json()["error"]["message"] == sentence, endpoint
+        assert reply.json()["error"]["message"] == BAD_BUDGET, endpoint
+
+
+def test_two_api_servers_check_every_request_and_share_the_metrics_of_one_engine(unique_server):
+    refused, answers, counted = unique_server[5]
+    assert refused == [BAD_BUDGET] * 12
+    assert len(answers) == 1
+    assert counted == 6
 
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):

@@ -1,15 +1,10 @@
 """Features of vLLM that touch requests: beams, priorities, sessions, salts, preemption. One engine serves many."""
 
-import json
 from typing import Any
 
 import pytest
-from openai import BadRequestError
-from rich.console import Console
-from support.engines import in_fresh_process, save_shallow, sum_of_metric
-from support.features import BLOCK, BLOCKS, NEW, PROMPT, SELECTING, see_compacted, see_requests, see_schedules
-
-from vllm_sparse_plugin.tools.server import ServerSettings, run_server
+from support.engines import in_fresh_process, save_shallow
+from support.features import BLOCK, BLOCKS, NEW, PROMPT, see_compacted, see_requests, see_schedules
 
 
 @pytest.fixture(scope="module")
@@ -80,26 +75,3 @@ def test_a_prompt_that_is_preempted_votes_anew(shallow, backend):
     seen = in_fresh_process(see_compacted, shallow, backend)
     assert seen["preempted"] == {1: seen["alone"], 3: seen["alone"]}
     assert seen["used"] == 0
-
-
-def test_two_api_servers_check_every_request_and_share_the_metrics_of_one_engine(shallow):
-    """Every request has a connection of its own, and the system gives it to one of the two processes."""
-    arguments = "--max-num-batched-tokens", "2048", "--max-model-len", "auto", "--api-server-count", "2"
-    config = json.dumps({"sparse_attention": SELECTING})
-    with run_server("unique", ServerSettings(shallow, 2048, "unique", config, arguments), Console()) as client:
-
-        def ask(budget: int) -> Any:
-            more = {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": {"sparse_budget_tokens": budget}}
-            return client.completions.create(
-                model=shallow.name, prompt=[7] * 900, max_tokens=NEW, temperature=0,
-                extra_headers={"Connection": "close"}, extra_body=more,
-            )  # fmt: skip
-
-        for _ in range(12):
-            with pytest.raises(BadRequestError, match="sparse_budget_tokens: got 12, allowed: a multiple of page_size"):
-                ask(12)
-        answers = {tuple(ask(64).choices[0].token_ids) for _ in range(6)}
-        assert len(answers) == 1
-        text = client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
-        assert sum_of_metric(text, "vllm_sparse_kv_read_share_count") > 0
-        assert sum_of_metric(text, "vllm:request_success_total") == 6
