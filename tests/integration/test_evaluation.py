@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.eval_engines import ask_engine
 from support.needle_text import write_needle_text
 
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -54,13 +55,10 @@ def test_dense_attention_is_not_itself_in_other_batches_and_eviction_is_accounte
     dense = {"enforce_eager": True, "max_num_batched_tokens": 2048, "block_size": 64}
     other, requests = in_other_batches(dense, 1)
     snapkv = {**dense, "attention_backend": "snapkv", "additional_config": SNAPKV}
-    runs = []
-    for arguments, batch in ((dense, 1), (other, requests), (snapkv, 1)):
-        engine = Engine(str(MODEL), arguments, 2048, forcing=True, batch=batch)
-        try:
-            runs.append(list(engine.complete(asked)))
-        finally:
-            engine.close()
+    runs = [
+        ask_engine(MODEL, arguments, 2048, batch, asked)
+        for arguments, batch in ((dense, 1), (other, requests), (snapkv, 1))
+    ]
     first, again, evicted = ([reply.predictions for reply in run] for run in runs)
     assert first != again
     own = [overlap(*pair) for pair in zip(first, again, strict=True)]

@@ -1,5 +1,6 @@
 """The compiled kernels share torch's threads, for every core that the main thread is bound to."""
 
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "thread_report.py"
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
+@functools.cache
 def report(*arguments: object, **variables: str) -> dict:
     unset = ("OMP_", "GOMP_", "KMP_", "NUMBA_NUM_", "NUMBA_THREADING_", "LD_PRELOAD")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
