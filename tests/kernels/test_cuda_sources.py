@@ -112,26 +112,27 @@ CASES = {
         "split_attention/attend.cu",
         STOPPED | {"BLOCKS_PER_SM": 2, "GROUP": 16, "HEAD_SIZE": 256},
     ),
-    **{
-        f"{name}, heads of {size}": (source, macros | {"HEAD_SIZE": size} | (ONE_BLOCK_PER_SM if size > 128 else {}))
-        for size in (32, 80, 96, 112, 192, 240)
-        for name, source, macros in (
-            ("score int8", "page_score/score.cu", SCORE),
-            ("score quarters", "page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
-            ("score bf16", "page_score/score.cu", SCORE | {"RECORD": BF16, "GROUP": 16}),
-            ("score fp8", "page_score/score.cu", SCORE | {"RECORD": FP8}),
-            ("attend", "sparse_attention/attend.cu", ATTEND),
-            ("attend fp8", "sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "GROUP": 1}),
-            ("route", "group_routing/route.cu", ROUTE),
-            ("split a selection", "split_attention/attend.cu", SELECTED),
-            ("split that stops", "split_attention/attend.cu", STOPPED),
-            ("merge", "split_attention/merge.cu", MERGE | {"PARTS": 512 // size}),
-        )
-    },
     "merge": ("split_attention/merge.cu", MERGE),
     "merge large": ("split_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
     "merge of what stopped": ("split_attention/merge.cu", MERGE | {"SPLITS": 0}),
 }
+HEAD_SIZES = {
+    f"{name}, heads of {size}": (source, macros | {"HEAD_SIZE": size} | (ONE_BLOCK_PER_SM if size > 128 else {}))
+    for size in (32, 80, 96, 112, 192, 240)
+    for name, source, macros in (
+        ("score int8", "page_score/score.cu", SCORE),
+        ("score quarters", "page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
+        ("score bf16", "page_score/score.cu", SCORE | {"RECORD": BF16, "GROUP": 16}),
+        ("score fp8", "page_score/score.cu", SCORE | {"RECORD": FP8}),
+        ("attend", "sparse_attention/attend.cu", ATTEND),
+        ("attend fp8", "sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "GROUP": 1}),
+        ("route", "group_routing/route.cu", ROUTE),
+        ("split a selection", "split_attention/attend.cu", SELECTED),
+        ("split that stops", "split_attention/attend.cu", STOPPED),
+        ("merge", "split_attention/merge.cu", MERGE | {"PARTS": 512 // size}),
+    )
+}
+"""Compiled for one architecture. No source distinguishes architectures by the head size."""
 HOPPER = {
     **{f"list cluster of {size}": ("page_topk/list.cu", LIST | {"CLUSTER": size}) for size in (2, 4, 8)},
     **{f"count cluster of {size}": ("page_coverage/count.cu", COUNT | {"CLUSTER": size}) for size in (2, 8)},
@@ -220,6 +221,11 @@ def check(case: tuple[str, dict[str, int]], architecture: str) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
     check(case, architecture)
+
+
+@pytest.mark.parametrize("case", HEAD_SIZES.values(), ids=HEAD_SIZES)
+def test_other_head_sizes_compile(case: tuple[str, dict[str, int]]) -> None:
+    check(case, "sm_90")
 
 
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)

@@ -142,7 +142,7 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many():
     """All keys are zero, so all pages weigh the same: a share is a number of pages."""
     batch = make_batch([800], 1, 64, statistics="int4", kind="quarters")
     cache = KVCache(batch.paged_keys, batch.paged_values, batch.statistics)
-    tokens = QueryTokens(torch.zeros(1, 1, 2, 64).bfloat16(), batch.block_table, batch.context_lens)
+    tokens = QueryTokens(torch.zeros(1, 1, 4, 64).bfloat16(), batch.block_table, batch.context_lens)
     scores = score_pages(tokens.query, batch.statistics, batch.block_table, batch.num_pages, 0.0)
     for share in (0.25, 0.5, 0.75):
         limits = Limits(torch.tensor([share]), torch.tensor([3]), torch.tensor([100]))

@@ -66,7 +66,7 @@ class Step:
         return heads, output.pages
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 16])
 def test_pages_that_a_step_chose_give_the_same_output(group):
     step = Step(group=group)
     _, pages = step.round_trip()

@@ -10,13 +10,9 @@ from sparse_kernels.paging import PagedTensor
 from support.paged import VECTOR_KINDS, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
-SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
-# Compiled for each shape and kind: the default kind in all shapes, the others in two.
-CASES = [
-    (kind, *shape)
-    for kind in VECTOR_KINDS
-    for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
-]
+SHAPES = [(4, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256)]
+# Compiled for each shape and kind: the default kind in all shapes, the others in one.
+CASES = [(kind, *shape) for kind in VECTOR_KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 3, 96)])]
 
 
 def assert_within_one_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -99,7 +95,7 @@ def test_a_row_does_not_depend_on_its_neighbours(statistics):
 
 def test_a_nan_query_scores_nan():
     batch = make_batch([64], 1, 64)
-    query = torch.full((1, 1, 2, 64), torch.nan).bfloat16()
+    query = torch.full((1, 1, 4, 64), torch.nan).bfloat16()
     assert score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 1.0).isnan().all()
 
 

@@ -16,7 +16,7 @@ from support.prefill import Prefill, make_prefill
 HEAD_SIZE, BLOCK = 16, 32
 SOFTMAX = Softmax(0.25)
 WINDOW = RollingWindow(sink_tokens=4, cache_tokens=48, whole_tokens=48)
-RAGGED = [(70, 70), (33, 3), (0, 0), (300, 11), (65, 1), (47, 1), (48, 1), (49, 1), (200, 30), (3, 2)]
+RAGGED = [(70, 30), (33, 3), (0, 0), (300, 11), (65, 1), (47, 1), (48, 1), (49, 1), (200, 7), (3, 2)]
 """Contexts and their newest tokens, which are the queries."""
 
 

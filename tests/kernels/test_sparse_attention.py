@@ -10,10 +10,11 @@ CONTEXTS = [63, 64, 65, 1, 7, 8, 9, 500, 512, 300]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256)]
 IMPLEMENTATIONS = [attend_pages, reference.attend_pages]
 PAGE_SIZES = [8, 16, 32]
-COMPILED = [
-    (1, 1, 64, 16), (2, 4, 64, 8), (1, 16, 128, 32), (2, 3, 96, 8), (2, 3, 96, 16), (2, 3, 96, 32), (1, 8, 256, 8),
-]  # fmt: skip
-"""KV heads, group size, head size and page size. Each takes seconds to compile, so the list is short."""
+COMPILED = [(1, 1, 64, 16), (2, 4, 64, 8), (1, 16, 128, 32), (2, 3, 96, 8), (1, 8, 256, 8)]
+"""KV heads, group size, head size and page size. Each takes seconds to compile, so the list is short.
+
+Tests of other properties use the second shape.
+"""
 ATTENDED = [
     *(pytest.param(attend_pages, *case, id="-".join(map(str, (*case, "compiled")))) for case in COMPILED),
     *(
@@ -94,7 +95,7 @@ def test_a_token_does_not_depend_on_its_neighbours():
 
 def test_extreme_logits_do_not_overflow():
     batch = make_batch([40], 1, 64)
-    query = torch.full((1, 1, 2, 64), 1e4).bfloat16()
+    query = torch.full((1, 1, 4, 64), 1e4).bfloat16()
     pages = torch.arange(5).view(1, 1, 5)
     output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(1.0))
     assert output.isfinite().all()
@@ -113,7 +114,7 @@ def test_softmax_of_a_wide_range_of_logits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_queries_of_other_dtypes(dtype):
     batch = make_batch([100], 1, 64)
-    query, pages = torch.randn(1, 1, 2, 64).to(dtype), torch.arange(12).view(1, 1, 12)
+    query, pages = torch.randn(1, 1, 4, 64).to(dtype), torch.arange(12).view(1, 1, 12)
     output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
     assert output.dtype == dtype
     arguments = query[0], batch.keys[0], batch.values[0], 0.125
@@ -122,9 +123,9 @@ def test_queries_of_other_dtypes(dtype):
 
 def test_no_tokens():
     batch = make_batch([64], 1, 64)
-    nothing = batch.tokens(torch.empty(1, 1, 2, 64))[:0]
+    nothing = batch.tokens(torch.empty(1, 1, 4, 64))[:0]
     output = attend_pages(nothing, batch.cache, torch.empty(0, 1, 4).long(), Softmax(1.0))
-    assert output.shape == (0, 2, 64)
+    assert output.shape == (0, 4, 64)
 
 
 def test_scales_of_an_eight_bit_cache_multiply():
