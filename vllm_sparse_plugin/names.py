@@ -12,6 +12,7 @@ BACKENDS: dict[str, str] = {
     "ART": "art",
     "UNIQUE_PREFILL": "unique_prefill",
     "ZIPVL": "zipvl",
+    "ZIPVL_PAPER": "zipvl_paper",
     "SNAPKV": "snapkv",
     "PYRAMIDKV": "pyramidkv",
     "H2O": "h2o",

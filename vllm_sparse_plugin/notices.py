@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
@@ -69,6 +69,12 @@ class Situation(NamedTuple):
         """Whether routing uses thresholds that are not calibrated."""
         return self.config.routing is not None and self.config.routing.objection == "uncalibrated"
 
+    @property
+    def has_zero_outputs(self) -> bool:
+        """Whether tokens that are not important have an output of zero in the prefill."""
+        prefill = self.config.prefill
+        return isinstance(prefill, ZipVLPrefill) and prefill.others == "zero"
+
 
 class Notice(NamedTuple):
     """A sentence and its condition."""
@@ -118,6 +124,13 @@ def _about_sparse_prefill(situation: Situation) -> str:
     )
 
 
+def _about_zero_outputs(situation: Situation) -> str:
+    return (
+        f"{KEY}.prefill.others: zero, as published, keeps 64 % of dense attention's next-token agreement on "
+        "SmolLM2-135M; attend keeps 99 %."
+    )
+
+
 def _about_departure(situation: Situation) -> str:
     return f"{KEY}.selection.policy: {situation.config.selection.departure}"
 
@@ -128,6 +141,7 @@ NOTICES: tuple[Notice, ...] = (
     Notice(lambda situation: situation.has_statistics_of_its_cache, _about_statistics_of_its_cache),
     Notice(lambda situation: situation.has_threshold_of_no_model, _about_threshold_of_no_model),
     Notice(lambda situation: situation.config.config.prefill is not None, _about_sparse_prefill),
+    Notice(lambda situation: situation.has_zero_outputs, _about_zero_outputs),
     Notice(lambda situation: isinstance(situation.config.selection, InfLLMSelection), _about_departure),
 )
 

@@ -85,7 +85,7 @@ def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
     assert [text.get_text() for text in axes.texts] == ["1.0x", "3.0x", "4.0x"]
 
 
-def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
+def test_published_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
     path = prefill_results[0].with_name("zipvl.jsonl")
     monkeypatch.setattr(prefill, "ZIPVL", path)
     times = {"flash_attn": 10.0, "zipvl": 12.5}
@@ -94,7 +94,7 @@ def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_r
     assert block.sources == [path]
     assert " ".join(block.text.split()) == (
         "The first token of one prompt of 131,072 tokens, in steps of 8,192, takes 10.00 s with FlashAttention 3 and "
-        "12.50 s with `zipvl` (0.80x)."
+        "12.50 s with `zipvl_paper` (0.80x)."
     )
     assert prefill.prefill_gpu().sources == prefill_results
 

@@ -5,7 +5,7 @@ import torch
 from sparse_kernels.batch import Prompts, Softmax
 from sparse_kernels.block_prefill import plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
-from sparse_kernels.token_prefill import TokenRule, token_prefill
+from sparse_kernels.token_prefill import TokenRule, attended_pairs, token_prefill
 from support.engines import MODEL, run_engine
 from support.layer import LayerHarness
 from transformers import AutoTokenizer
@@ -25,8 +25,9 @@ def harness_of(model: str, backend: str = "unique", layer_index: int = 0, **pref
 
 def decoding(backend: str) -> dict[str, object]:
     """Settings for sparse decoding at short contexts, in pages of 16 tokens."""
-    shortest: dict[str, object] = {} if backend in ("dense", "zipvl") else {"min_context_tokens": 64}
-    if backend not in ("dense", "zipvl", "art"):
+    no_pages = ("dense", "zipvl", "zipvl_paper")
+    shortest: dict[str, object] = {} if backend in no_pages else {"min_context_tokens": 64}
+    if backend not in (*no_pages, "art"):
         shortest["selection"] = {"budget_tokens": 64, "page_size": 16}
     return shortest
 
@@ -127,6 +128,7 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
 KEEPING = {
     "method": "zipvl", "tau": 0.6, "recent_probes": 8, "random_probes": 8, "seed": 3, "min_context_tokens": 0,
 }  # fmt: skip
+ZERO = {"others": "zero", "sink_tokens": 0}
 
 
 def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **changes: object) -> LayerHarness:
@@ -134,7 +136,7 @@ def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **
     return LayerHarness(model, settings=settings, backend=backend, layer_index=layer_index)
 
 
-@pytest.mark.parametrize("backend", ["zipvl", "unique"])
+@pytest.mark.parametrize("backend", ["zipvl", "zipvl_paper", "unique"])
 def test_tau_of_one_keeps_every_token(model, backend):
     harness = keeping_harness(model, backend, tau=1.0)
     requests = harness.request(300), harness.request(90)
@@ -145,32 +147,39 @@ def test_tau_of_one_keeps_every_token(model, backend):
     assert harness.layer.impl.plan.prefill.counters[:, :2].tolist() == [[390, 390]] * 2
 
 
-@pytest.mark.parametrize("backend", ["zipvl", "unique", "streaming_llm"])
-def test_kept_tokens_of_each_chunk_are_the_operations_beside_requests_that_decode(model, backend):
-    harness = keeping_harness(model, backend)
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [("zipvl", {}), ("zipvl_paper", {}), ("unique", {"local_tokens": 16}), ("streaming_llm", ZERO)],
+)
+def test_kept_tokens_of_each_chunk_are_the_operations_beside_requests_that_decode(model, backend, form):
+    harness = keeping_harness(model, backend, **form)
     decoding, request = harness.request(300), harness.request(400)
     harness.step([(decoding, 300)])
     plan, impl = harness.layer.impl.plan.prefill, harness.layer.impl
-    assert plan.rule == TokenRule(tau=0.6, recent_probes=8, random_probes=8, seed=3)
+    zero = backend in ("zipvl_paper", "streaming_llm")
+    form = form or (ZERO if zero else {})
+    assert plan.rule == TokenRule(tau=0.6, recent_probes=8, random_probes=8, seed=3, **form)
     assert (impl.statistics_cache is None) == (backend != "unique")
     for done, new in ((0, 230), (230, 170)):
         plan.counters.zero_()
         beside, output = harness.step([(decoding, 1), (request, new)])
-        assert is_dense(harness, decoding, beside, 0) == (backend == "zipvl")
+        assert is_dense(harness, decoding, beside, 0) == (backend in ("zipvl", "zipvl_paper"))
         lengths = torch.tensor([done + new], dtype=torch.int32)
         start, table = (torch.tensor(given, dtype=torch.int32) for given in ([0, new], [request.blocks]))
         batch = Prompts(start, table, lengths, (new,), (done + new,)).batch(request.fresh)
         expected = torch.full_like(output, torch.nan)
         kept = token_prefill(batch, impl.cache, Softmax(impl.scale), plan.rule, expected)
         assert torch.equal(output, expected)
-        assert output.eq(0).flatten(1).all(dim=1).any()
+        assert output.eq(0).flatten(1).all(dim=1).any() == zero
         assert output[-1].ne(0).any()
-        assert plan.counters[:, :2].tolist() == [[int(kept.counts), done + new]] * 2
+        assert not is_dense(harness, request, output, new - 1)
+        pairs = attended_pairs(kept, batch, plan.rule).tolist()
+        assert plan.counters.tolist() == [[int(kept.counts), done + new, *pairs]] * 2
         assert int(kept.counts) < done + new
 
 
 def test_contexts_shorter_than_the_shortest_are_attended_whole(model):
-    harness = keeping_harness(model, min_context_tokens=201)
+    harness = keeping_harness(model, "zipvl_paper", min_context_tokens=201)
     long, short = harness.request(201), harness.request(200)
     output, whole = harness.step([(long, 201), (short, 200)])
     assert all(is_dense(harness, short, whole, token) for token in (0, 199))

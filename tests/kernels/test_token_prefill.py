@@ -11,13 +11,22 @@ from sparse_kernels.token_prefill import (
     PrefillSizes,
     Scratch,
     TokenRule,
+    attended_pairs,
     draw_probes,
     token_prefill,
 )
 from sparse_kernels.token_prefill.reference import column_sums
 from sparse_kernels.token_prefill.tokens import choose_tokens
 from support.paged import assert_as_accurate
-from support.prefill import SMALL_RULE, Prefill, attention_within, make_prefill, papers_tokens
+from support.prefill import (
+    ATTENDING,
+    SMALL_RULE,
+    Prefill,
+    attention_beside,
+    attention_within,
+    make_prefill,
+    papers_tokens,
+)
 
 SOFTMAX = Softmax(0.25)
 RAGGED = [(90, 90), (33, 33), (0, 0), (120, 31), (65, 1), (64, 33), (1, 1)]
@@ -87,9 +96,48 @@ def test_the_reference_is_the_paper(shape, special):
     assert output[prefill.chunks[-1].stop :].eq(0).all()
 
 
-def test_tau_of_one_is_dense():
+@pytest.mark.parametrize("special", ["", "softcap", "sink logits"])
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+def test_every_query_attends_to_t_and_to_its_newest_tokens(shape, special):
+    prefill = make_prefill(RAGGED, padding=3, **shape)
+    softmax = softmax_of(special, prefill.batch.query.shape[1])
+    output, kept = run(prefill, ATTENDING, softmax)
+    _, kept_as_published = run(prefill, softmax=softmax)
+    assert torch.equal(kept.important, kept_as_published.important)
+    some_left_out = False
+    for request, chunk in enumerate(prefill.chunks):
+        given = prefill.batch.query[chunk], prefill.keys[request], prefill.values[request]
+        if chunk.start == chunk.stop:
+            assert tokens_of(kept, request) == set()
+            continue
+        context = len(given[1])
+        tokens = tokens_of(kept, request)
+        assert tokens == tokens_of(kept_as_published, request) | set(range(min(4, context)))
+        exact, rounded = (attention_beside(*given, tokens, 8, softmax, d) for d in (torch.float64, torch.float32))
+        assert_as_accurate(output[chunk], exact, rounded)
+        some_left_out |= len(tokens) < context - 8
+    assert some_left_out
+    assert output[prefill.chunks[-1].stop :].eq(0).all()
+
+
+EDGES = [(length, chunk) for length in (63, 64, 65, 127, 128, 129) for chunk in (1, 62, 63)]
+
+
+@pytest.mark.parametrize("local_tokens", [1, 63, 64, 65, 1000])
+def test_the_newest_tokens_of_a_query_are_counted_from_its_own_position(local_tokens):
+    prefill = make_prefill(EDGES, num_kv_heads=1)
+    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens)
+    output, kept = run(prefill, rule)
+    for request, chunk in enumerate(prefill.chunks):
+        given = prefill.batch.query[chunk], prefill.keys[request], prefill.values[request], tokens_of(kept, request)
+        exact, rounded = (attention_beside(*given, local_tokens, SOFTMAX, d) for d in (torch.float64, torch.float32))
+        assert_as_accurate(output[chunk], exact, rounded)
+
+
+@pytest.mark.parametrize("rule", [replace(SMALL_RULE, tau=1.0), replace(ATTENDING, tau=1.0)], ids=["zero", "attend"])
+def test_tau_of_one_is_dense(rule):
     prefill = make_prefill(RAGGED)
-    output, kept = run(prefill, replace(SMALL_RULE, tau=1.0))
+    output, kept = run(prefill, rule)
     assert kept.counts.tolist() == kept.important.tolist() == [length for length, _ in RAGGED]
     for request, chunk in enumerate(prefill.chunks):
         if chunk.start == chunk.stop:
@@ -100,11 +148,12 @@ def test_tau_of_one_is_dense():
         assert_as_accurate(output[chunk], exact, rounded)
 
 
-def test_short_contexts_are_whole_and_others_as_without_them():
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_short_contexts_are_whole_and_others_as_without_them(rule):
     prefill = make_prefill(RAGGED)
-    sparse, kept_sparse = run(prefill)
-    whole, _ = run(prefill, replace(SMALL_RULE, tau=1.0))
-    output, kept = run(prefill, replace(SMALL_RULE, dense_tokens=65))
+    sparse, kept_sparse = run(prefill, rule)
+    whole, _ = run(prefill, replace(rule, tau=1.0))
+    output, kept = run(prefill, replace(rule, dense_tokens=65))
     differ = False
     for request, (chunk, (length, new)) in enumerate(zip(prefill.chunks, RAGGED, strict=True)):
         short = length <= 65
@@ -115,15 +164,33 @@ def test_short_contexts_are_whole_and_others_as_without_them():
     assert differ
 
 
-def test_a_request_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_a_request_does_not_depend_on_its_neighbours(rule):
     prefill = make_prefill(RAGGED)
-    output, kept = run(prefill)
+    output, kept = run(prefill, rule)
     for request, chunk in enumerate(prefill.chunks):
         if chunk.start == chunk.stop:
             continue
-        alone, kept_alone = run(prefill.alone(request))
+        alone, kept_alone = run(prefill.alone(request), rule)
         assert torch.equal(alone, output[chunk])
         assert tokens_of(kept_alone, 0) == tokens_of(kept, request)
+
+
+@pytest.mark.parametrize("local_tokens", [1, 8, 65, 1000])
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_pairs_that_attend_are_counted(rule, local_tokens):
+    rule = replace(rule, local_tokens=local_tokens)
+    prefill = make_prefill(RAGGED)
+    _, kept = run(prefill, rule)
+    attend = dense = 0
+    for request, (context, chunk) in enumerate(RAGGED):
+        tokens = tokens_of(kept, request)
+        for row in range(context - chunk, context):
+            dense += row + 1
+            for column in range(row + 1):
+                is_near = row - column < local_tokens
+                attend += column in tokens and row in tokens if rule.others == "zero" else column in tokens or is_near
+    assert attended_pairs(kept, prefill.batch, rule).tolist() == [attend, dense]
 
 
 def test_a_chunk_chooses_anew_from_the_whole_context():
@@ -158,9 +225,10 @@ def test_packed_keys_are_read_page_by_page():
     packed = rows.view.flatten(2, 4).transpose(2, 3).contiguous()
     columns = packed.unflatten(3, (rows.pages_per_block, 1, rows.page_size)).permute(0, 1, 3, 4, 2, 5)
     keys = PagedTensor(columns, (1,), rows.page_size, rows.head_size)
-    expected, _ = run(prefill)
-    output, _ = run(replace(prefill, cache=KVCache(keys, prefill.cache.values)))
-    assert torch.equal(output, expected)
+    for rule in (SMALL_RULE, ATTENDING):
+        expected, _ = run(prefill, rule)
+        output, _ = run(replace(prefill, cache=KVCache(keys, prefill.cache.values)), rule)
+        assert torch.equal(output, expected)
 
 
 def batch_of(contexts: list[int], chunks: list[int], widest: int | None = None) -> PrefillBatch:
@@ -209,11 +277,13 @@ def test_every_token_is_as_likely_to_be_drawn():
     assert ((counts - 400).abs() <= 4 * (4000 * 0.1 * 0.9) ** 0.5).all()
 
 
-def chosen(sums: list[float], rows: list[int], tau: float) -> tuple[list[int], int]:
+def chosen(sums: list[float], rows: list[int], tau: float, sink_tokens: int = 0) -> tuple[list[int], int]:
     """T and p of a context with these sums."""
     batch = batch_of([len(sums)], [len(sums)])
     padded = torch.tensor([[*sums, torch.nan, 9.0]])
-    kept = choose_tokens(padded, torch.tensor([rows], dtype=torch.int32), batch, TokenRule(tau, len(rows), 0))
+    kept = choose_tokens(
+        padded, torch.tensor([rows], dtype=torch.int32), batch, TokenRule(tau, len(rows), 0, sink_tokens=sink_tokens)
+    )
     return sorted(tokens_of(kept, 0)), int(kept.important[0])
 
 
@@ -225,6 +295,11 @@ def test_p_is_the_fewest_tokens_that_reach_tau():
 
 def test_the_last_token_joins_where_it_is_not_among_the_best():
     assert chosen([4.0, 3.0, 0.0], [2, 2], 0.9) == ([0, 1, 2], 2)
+
+
+def test_the_first_tokens_join_and_do_not_change_p():
+    assert chosen([0.0, 0.0, 3.0, 4.0, 1.0, 1.0], [5, 5], 0.7, sink_tokens=2) == ([0, 1, 2, 3, 5], 2)
+    assert chosen([1.0, 1.0], [1, 1], 0.5, sink_tokens=4) == ([0, 1], 1)
 
 
 def test_of_equal_tokens_the_first_are_kept():
@@ -269,6 +344,9 @@ def test_the_width_of_a_batch_does_not_change_a_choice():
         (TokenRule(recent_probes=0), "recent_probes: got 0, allowed: at least 1"),
         (TokenRule(random_probes=-1), "random_probes: got -1, allowed: at least 0"),
         (TokenRule(dense_tokens=-1), "dense_tokens: got -1, allowed: at least 0"),
+        (TokenRule(local_tokens=0), "local_tokens: got 0, allowed: at least 1"),
+        (TokenRule(sink_tokens=-1), "sink_tokens: got -1, allowed: at least 0"),
+        (TokenRule(others="rows"), "others: got 'rows', allowed: attend or zero"),
     ],
 )
 def test_rules_that_keep_nothing_are_refused(rule, message):

@@ -125,14 +125,44 @@ def attention_within(
 ) -> torch.Tensor:
     """Attention of the queries in T to the keys and values in T, token by token; 0 for the others."""
     context, chunk = len(key), len(query)
+    seen = [
+        [row in tokens and column in tokens and column <= row for column in range(context)]
+        for row in range(context - chunk, context)
+    ]
+    return attention_of(query, key, value, torch.tensor(seen), softmax, dtype)
+
+
+def attention_beside(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: set[int],
+    local_tokens: int,
+    softmax: Softmax,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Attention of every query to the keys and values in T and to its newest tokens, token by token."""
+    context, chunk = len(key), len(query)
+    seen = [
+        [column <= row and (column in tokens or row - column < local_tokens) for column in range(context)]
+        for row in range(context - chunk, context)
+    ]
+    return attention_of(query, key, value, torch.tensor(seen), softmax, dtype)
+
+
+def attention_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    softmax: Softmax,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Attention of each query to the keys that it sees, `[chunk, context]` bool; 0 for a query that sees none."""
     output = torch.zeros(query.shape, dtype=dtype)
     grouped = query.unflatten(1, (key.shape[1], -1))
-    every = torch.arange(context)
-    member = torch.isin(every, torch.tensor(sorted(tokens)))
-    for index in range(chunk):
-        position = context - chunk + index
-        if position in tokens:
-            visible = member & (every <= position)
+    for index, visible in enumerate(seen):
+        if visible.any():
             output[index] = dense_attention(
                 grouped[index], key, value, softmax.scale, visible.expand(key.shape[1], -1), softmax.sink_logits,
                 softmax.softcap, dtype,
@@ -140,4 +170,6 @@ def attention_within(
     return output
 
 
-SMALL_RULE = TokenRule(tau=0.8, recent_probes=8, random_probes=8)
+SMALL_RULE = TokenRule(tau=0.8, recent_probes=8, random_probes=8, others="zero", sink_tokens=0)
+"""The published form: queries outside T have an output of zero."""
+ATTENDING = replace(SMALL_RULE, others="attend", local_tokens=8, sink_tokens=4)

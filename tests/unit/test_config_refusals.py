@@ -19,7 +19,7 @@ ALLOWED_UNIQUE = (
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
     "art, dense, h2o, infllm, lossless, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, "
-    "unique_paper, unique_prefill, unique_wide or zipvl"
+    "unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
 )
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "
@@ -210,7 +210,8 @@ BAD = {
     "key of the other method": (
         {"prefill": {"method": "zipvl", "density": 0.1}},
         "sparse_attention.prefill.density: unknown key, "
-        "allowed: method, tau, recent_probes, random_probes, seed, first_dense_layers or min_context_tokens",
+        "allowed: method, tau, others, local_tokens, sink_tokens, recent_probes, random_probes, seed, "
+        "first_dense_layers or min_context_tokens",
     ),
     "density out of range": (
         {"prefill": {"method": "blocks", "density": 0}},

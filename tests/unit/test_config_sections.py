@@ -66,9 +66,11 @@ def test_routing_joins_any_selection_and_null_turns_it_off():
 
 def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
     for preset in BACKENDS.values():
-        assert (resolve(None, preset).config.prefill is None) == (preset not in ("unique_prefill", "zipvl"))
+        sparse = preset in ("unique_prefill", "zipvl", "zipvl_paper")
+        assert (resolve(None, preset).config.prefill is not None) == sparse
     assert resolve(None, "unique_prefill").block_prefill == BlockPrefill()
     assert resolve(None, "zipvl").config.prefill == ZipVLPrefill()
+    assert resolve(None, "zipvl_paper").config.prefill == ZipVLPrefill(others="zero", sink_tokens=0)
     assert resolve(None, "zipvl").block_prefill is None
     assert (resolve(None, "zipvl").is_sparse, resolve(None, "zipvl").runs_kernels) == (False, True)
     assert resolve({"prefill": None}, "unique_prefill").config == resolve(None, "unique").config
@@ -154,6 +156,10 @@ POINTLESS = {
         "zipvl", {"first_dense_layers": 2},
         "first_dense_layers: got 2 with policy dense, which selects no pages, allowed: 0, or "
         "prefill.first_dense_layers",
+    ),
+    "newest tokens of tokens that attend to nothing": (
+        "zipvl", {"prefill": {"others": "zero", "local_tokens": 32}},
+        "prefill.local_tokens: got a value with others zero, allowed: none, or with others attend",
     ),
     "shortest context of compaction": (
         "snapkv", {"min_context_tokens": 4096},
@@ -252,12 +258,16 @@ def test_another_method_drops_the_settings_of_the_previous_one():
 
 
 def test_the_rule_of_tokens_is_what_the_settings_say():
-    given_settings = {"tau": 0.5, "recent_probes": 3, "random_probes": 5, "seed": 7}
+    given_settings = {
+        "tau": 0.5, "recent_probes": 3, "random_probes": 5, "seed": 7, "others": "attend", "local_tokens": 9,
+        "sink_tokens": 2,
+    }  # fmt: skip
     rule = ZipVLPrefill(**given_settings, min_context_tokens=4096).rule()
     assert {name: getattr(rule, name) for name in given_settings} == given_settings
     # The shortest context that is made sparse.
     assert rule.dense_tokens == 4095
     assert ZipVLPrefill(min_context_tokens=0).rule() == TokenRule()
+    assert ZipVLPrefill(others="zero").rule().others == "zero"
 
 
 def test_the_rule_of_blocks_is_what_the_settings_say():

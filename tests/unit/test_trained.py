@@ -64,7 +64,7 @@ def test_its_user_may_not_read_by_something_else_unawares(settings, name, got, t
 
 def test_backends_of_another_selection_are_refused_and_dense_ones_are_not():
     assert refusal({}, "quest").startswith("sparse_attention.selection.policy: got 'quest', allowed: 'unique'")
-    for preset in ("dense", "sinkrouter", "art", "zipvl"):
+    for preset in ("dense", "sinkrouter", "art", "zipvl", "zipvl_paper"):
         assert resolve(None, preset, SECTION) == resolve(None, preset)
     assert isinstance(resolve({"selection": {"policy": "dense"}}, "unique", SECTION).selection, DensePolicy)
 

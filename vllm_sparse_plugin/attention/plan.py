@@ -27,10 +27,11 @@ from vllm_sparse_plugin.config import KEY, ResolvedConfig, Retention
 from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.live import (
-    PROMPT_READS,
+    BLOCK_READS,
     QUALITY,
     READS,
     SKIPPED,
+    TOKEN_READS,
     ContextReads,
     DeviceCounts,
     LayerQuality,
@@ -283,7 +284,8 @@ def _prefill_of(
     }
     if not sparsely:
         return {}, None
-    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), PROMPT_READS, COUNTERS, device), prefill.rule()
+    reads = BLOCK_READS if sparse.block_prefill is not None else TOKEN_READS
+    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), reads, COUNTERS, device), prefill.rule()
     plans = {name: PrefillPlan(rule, counted) for name, counted in zip(sparsely, counts.of_layers, strict=True)}
     return plans, counts
 

@@ -14,10 +14,10 @@ import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import BlockRule, Tiles, VarlenAttention, plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
-from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, token_prefill
+from sparse_kernels.token_prefill import KeptAttention, TokenRule, attended_pairs, draw_probes, token_prefill
 
 PromptRule = BlockRule | TokenRule
-"""Key blocks that tiles choose, or tokens that a layer keeps."""
+"""Key blocks that tiles choose, or important tokens of a layer."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class PrefillPlan:
 
     rule: PromptRule
     counters: torch.Tensor
-    """`[num_kv_heads, COUNTERS]` int64, see `block_prefill.COUNTERS`. Under a `TokenRule` all heads share the first two
-    numbers: tokens kept, and tokens of the contexts."""
+    """`[num_kv_heads, COUNTERS]` int64, see `block_prefill.COUNTERS`. Under a `TokenRule` all heads share the numbers:
+    important tokens, tokens of the contexts, pairs that attend, and pairs of dense attention."""
 
 
 class PromptRound(NamedTuple):
@@ -135,7 +135,8 @@ def attend_prompts(
     if isinstance(plan.rule, TokenRule):
         kept = token_prefill(batch, cache, softmax, plan.rule, output, probes=part.probes, attend=kernels.tokens)
         in_contexts = torch.where(batch.query_lens > 0, batch.seq_lens, 0)
-        plan.counters[:, :2].add_(torch.stack([kept.counts.sum(), in_contexts.sum()]))
+        tokens = torch.stack([kept.counts.sum(), in_contexts.sum()])
+        plan.counters.add_(torch.cat([tokens, attended_pairs(kept, batch, plan.rule)]))
         return
     tiles = part.tiles[batch.query.shape[1] // cache.num_kv_heads]
     prefill_blocks(

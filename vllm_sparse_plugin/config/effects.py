@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_sparse_plugin.config.compaction import StreamingLLMCompaction
+from vllm_sparse_plugin.config.prefill import ZipVLPrefill
 from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import TRAINED
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -100,6 +101,8 @@ def check_effects(resolved: ResolvedConfig) -> None:
         expect(routing.accept in (None, routing.objection), f"{KEY}.routing.accept",
                f"{routing.accept} with thresholds that are {_OBJECTIONS[routing.objection]}",
                f"{routing.objection or 'null'}")  # fmt: skip
+    has_local = not isinstance(prefill, ZipVLPrefill) or prefill.others == "attend"
+    expect(has_local, f"{KEY}.prefill.local_tokens", "a value with others zero", "none, or with others attend")
     unlogged = _against_logs(resolved)
     expect(unlogged is None or not diagnostics.log_requests, f"{KEY}.diagnostics.log_requests",
            f"true with {unlogged}, where no request has a line", "false")  # fmt: skip

@@ -92,13 +92,20 @@ class BlockPrefill(Section):
 
 
 class ZipVLPrefill(Section):
-    """ZipVL (arXiv 2410.08584): in each layer, the tokens with most of the attention of some probe rows attend to each
-    other. The attention of other tokens is omitted."""
+    """ZipVL (arXiv 2410.08584): in each layer, some probe rows vote for the important tokens. Every token attends to
+    the important tokens and to the newest tokens before it."""
 
     method: Literal["zipvl"] = "zipvl"
     """Name of the method."""
     tau: Annotated[float, Field(ge=0.001, le=1.0)] = 0.975
-    """Share of the probe rows' attention that the kept tokens carry (tau in the paper); 1: keep all."""
+    """Share of the probe rows' attention that the important tokens carry (tau in the paper); 1: all are important."""
+    others: Literal["attend", "zero"] = "attend"
+    """What the other tokens do: `attend` to the important tokens and their newest tokens, or have an output of `zero`,
+    as published."""
+    local_tokens: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    """Newest tokens that each token attends to besides the important ones, itself included; only with `attend`."""
+    sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
+    """First tokens of a context that are always important: the attention sinks."""
     recent_probes: Annotated[int, Field(ge=1, le=4096)] = 64
     """Newest tokens of a chunk that are probe rows."""
     random_probes: Annotated[int, Field(ge=0, le=4096)] = 64
@@ -120,6 +127,9 @@ class ZipVLPrefill(Section):
             random_probes=self.random_probes,
             seed=self.seed,
             dense_tokens=max(self.min_context_tokens - 1, 0),
+            others=self.others,
+            local_tokens=self.local_tokens,
+            sink_tokens=self.sink_tokens,
         )
 
 

@@ -82,8 +82,12 @@ READS = (
 )
 """Summaries of `stopping.count_reads`."""
 _DENSITY_TEXT = (
-    "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
-    "their chunks."
+    "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, important tokens of the "
+    "contexts of their chunks."
+)
+_PAIRS_TEXT = (
+    "Pairs of a query and a key that attention of prompts with zipvl computes (sum), and those of dense attention "
+    "(count)."
 )
 _FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
 _KEPT_TEXT = (
@@ -94,11 +98,11 @@ _GAIN_TEXT = (
     "How many times faster tokens come than without drafts (sum), as steps of adaptive lossless mode estimate it."
 )
 _MASS_TEXT = "Estimated share of the attention weight of tiles of prompts that is on the blocks they chose to read."
-PROMPT_READS = (
-    Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),
-    Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS),
-)
-"""Summaries of `PrefillPlan.counters`."""
+_DENSITY = Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1)
+BLOCK_READS = (_DENSITY, Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS))
+"""Summaries of `PrefillPlan.counters` where tiles choose key blocks."""
+TOKEN_READS = (_DENSITY, Ratio("vllm_sparse_prefill_pairs", _PAIRS_TEXT, 2, 3))
+"""Summaries of `PrefillPlan.counters` where layers choose important tokens."""
 COUNTED_STEPS = 16
 """Steps between two copies of the kernels' counts."""
 _FIRST_BYTES = 1 << 16

@@ -1,10 +1,10 @@
-"""Attention of a prompt's important tokens to each other (ZipVL)."""
+"""Attention of a prompt to its important tokens (ZipVL)."""
 
 from sparse_kernels.token_prefill.api import attention_sums, token_prefill
 from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
-from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, rows_that_see
+from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, attended_pairs, rows_that_see
 
 __all__ = [
     "KeptAttention",
@@ -12,6 +12,7 @@ __all__ = [
     "PrefillSizes",
     "Scratch",
     "TokenRule",
+    "attended_pairs",
     "attention_sums",
     "draw_probes",
     "rows_that_see",

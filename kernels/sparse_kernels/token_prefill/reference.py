@@ -32,7 +32,10 @@ def token_prefill(
     output.zero_()
     sums = column_sums(batch, cache, softmax, probes)
     kept = choose_tokens(sums, probes, batch, rule)
-    attend_kept(batch, cache, softmax, kept, output)
+    if rule.others == "attend":
+        attend_all(batch, cache, softmax, kept, rule.local_tokens, output)
+    else:
+        attend_kept(batch, cache, softmax, kept, output)
     return kept
 
 
@@ -66,7 +69,7 @@ def column_sums(
             of_head = slice(
                 head * query.shape[1] // cache.num_kv_heads, (head + 1) * query.shape[1] // cache.num_kv_heads
             )
-            weights = _weights(query[:, of_head], keys, rows, every, cache, softmax, of_head)
+            weights = _weights(query[:, of_head], keys, every <= rows[:, None], cache, softmax, of_head)
             sums[request, head if by_head else 0, :length] += weights.sum(dim=(0, 1))
     return sums if by_head else sums[:, 0]
 
@@ -89,8 +92,34 @@ def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: Kep
             for some in rows.split(_QUERIES_AT_ONCE):
                 tokens = end - length + some
                 query = _scaled(batch, batch.query[tokens, of_head])
-                attended = _weights(query, keys, some, positions, cache, softmax, of_head) @ values
+                attended = _weights(query, keys, positions <= some[:, None], cache, softmax, of_head) @ values
                 output[tokens, of_head] = attended.transpose(0, 1).to(output.dtype)
+
+
+def attend_all(
+    batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, local_tokens: int, output: torch.Tensor
+) -> None:
+    """Attends with every query to the tokens in T before it and to its newest `local_tokens` tokens."""
+    group = batch.group_size(cache.num_kv_heads)
+    for request in range(batch.num_requests):
+        length, start, end = int(batch.seq_lens[request]), *batch.query_start[request : request + 2].tolist()
+        if start == end:
+            continue
+        every = torch.arange(length, device=output.device)
+        for head in range(cache.num_kv_heads):
+            of_head = slice(head * group, (head + 1) * group)
+            keys = _tokens(cache.keys, batch.block_table[request], head, every)
+            values = _tokens(cache.values, batch.block_table[request], head, every)
+            if cache.value_scale is not None:
+                values = values * cache.value_scale
+            for rows in every[length - (end - start) :].split(_QUERIES_AT_ONCE):
+                distance = rows[:, None] - every
+                seen = (distance >= 0) & (kept.mask[request, :length] | (distance < local_tokens))
+                columns = seen.any(dim=0).nonzero()[:, 0]
+                tokens = end - length + rows
+                query = _scaled(batch, batch.query[tokens, of_head])
+                weights = _weights(query, keys[columns], seen[:, columns], cache, softmax, of_head)
+                output[tokens, of_head] = (weights @ values[columns]).transpose(0, 1).to(output.dtype)
 
 
 def _scaled(batch: PrefillBatch, query: torch.Tensor) -> torch.Tensor:
@@ -108,18 +137,26 @@ def _tokens(paged: PagedTensor, blocks: torch.Tensor, head: int, positions: torc
 def _weights(
     query: torch.Tensor,
     keys: torch.Tensor,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
+    seen: torch.Tensor,
     cache: KVCache,
     softmax: Softmax,
     heads: slice,
 ) -> torch.Tensor:
-    """Returns the causal attention of some query heads of a KV head: `[group_size, len(rows), len(columns)]`."""
+    """Returns the attention of some query heads of a KV head: `[group_size, queries, keys]`.
+
+    Args:
+        query: `[queries, group_size, head_size]` float32.
+        keys: `[keys, head_size]` float32, not scaled.
+        seen: `[queries, keys]` bool, the keys that each query attends to.
+        cache: for the scale of its keys.
+        softmax: how logits become weights.
+        heads: the query heads.
+    """
     logits = (query.transpose(0, 1) @ keys.T).mul_(cache.scaled_by_keys(softmax.scale))
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    logits.masked_fill_(columns > rows[:, None], -torch.inf)
+    logits.masked_fill_(~seen, -torch.inf)
     if softmax.sink_logits is not None:
-        sink = softmax.sink_logits[heads].float()[:, None, None].expand(-1, len(rows), 1)
+        sink = softmax.sink_logits[heads].float()[:, None, None].expand(-1, len(seen), 1)
         logits = torch.cat([logits, sink], dim=-1)
-    return logits.softmax(dim=-1)[..., : len(columns)]
+    return logits.softmax(dim=-1)[..., : len(keys)]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class TokenRule:
-    """Keep the tokens that hold the share `tau` of the attention of some probe rows."""
+    """Keep the tokens that hold the share `tau` of the attention of some probe rows: T, the important tokens.
+
+    `others` says what queries outside T do. With `attend`, every query attends to the tokens in T and to its newest
+    tokens. With `zero`, as published, the output of a query outside T is zero.
+    """
 
     tau: float = 0.975
     """Smallest share of the accumulated attention on the kept tokens (Eq. 7); 1 keeps every token."""
@@ -19,6 +24,12 @@ class TokenRule:
     """Seed of the draw; its low 32 bits count."""
     dense_tokens: int = 0
     """Contexts of up to this many tokens are attended whole: T is every token."""
+    others: Literal["attend", "zero"] = "attend"
+    """What queries outside T do."""
+    local_tokens: int = 64
+    """Newest tokens that each query attends to besides T, itself included; only with `attend`."""
+    sink_tokens: int = 4
+    """First tokens of a context that are always in T."""
 
     @property
     def num_probes(self) -> int:
@@ -26,13 +37,17 @@ class TokenRule:
         return self.recent_probes + self.random_probes
 
     def check(self) -> None:
-        """Raises ValueError unless the rule keeps a token and every token is seen by a probe row."""
+        """Raises ValueError unless the rule keeps a token, and each query attends to itself."""
         if not 0 < self.tau <= 1:
             raise ValueError(f"tau: got {self.tau}, allowed: above 0, at most 1")
         for name, got, least in (
             ("recent_probes", self.recent_probes, 1),
             ("random_probes", self.random_probes, 0),
             ("dense_tokens", self.dense_tokens, 0),
+            ("local_tokens", self.local_tokens, 1),
+            ("sink_tokens", self.sink_tokens, 0),
         ):
             if got < least:
                 raise ValueError(f"{name}: got {got}, allowed: at least {least}")
+        if self.others not in ("attend", "zero"):
+            raise ValueError(f"others: got {self.others!r}, allowed: attend or zero")

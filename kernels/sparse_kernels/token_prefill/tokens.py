@@ -25,7 +25,7 @@ class KeptTokens:
     positions: torch.Tensor
     """`[num_requests, max_seq_tokens]` int32, the positions in T, ascending, then -1."""
     counts: torch.Tensor
-    """`[num_requests]` int32, tokens in T: p, or p + 1 if the chunk's last token is not among the p best."""
+    """`[num_requests]` int32, tokens in T: p, and those that join because they are first or last."""
     important: torch.Tensor
     """`[num_requests]` int32, the paper's p (Eq. 7). A small p means concentrated attention."""
 
@@ -83,14 +83,15 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
     """Chooses T of each request (ZipVL, Eq. 7 to 9).
 
     p is the smallest number of tokens whose accumulated attention reaches the share tau of the total. T is the p tokens
-    of highest normalised attention (ties go to the first) and the chunk's last token, which predicts the next one.
+    of highest normalised attention (ties go to the first), the first `rule.sink_tokens` tokens of the context, and the
+    chunk's last token, which predicts the next one.
 
     Args:
         sums: `[num_requests, max_seq_tokens]` float32, a_j: attention on each token, summed over probe rows and query
             heads (Eq. 6). Entries beyond a context may hold anything.
         probes: the result of `draw_probes`.
         batch: the requests that prefill.
-        rule: the share tau, and the contexts that are attended whole.
+        rule: the share tau, the attention sinks, and the contexts that are attended whole.
 
     Returns:
         The tokens in T; none for a request without query tokens.
@@ -112,6 +113,7 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
         normalised = torch.where(exists, sums / rows_that_see(probes, width).clamp(min=1), -1)
         best = normalised.sort(dim=1, descending=True, stable=True).indices
         mask = torch.zeros_like(exists).scatter_(1, best, position < important[:, None])
+        mask |= exists & (position < rule.sink_tokens)
         mask |= position == lengths - 1
     positions, counts = _in_a_row(mask)
     return KeptTokens(mask, positions, counts, important.int())
@@ -130,6 +132,30 @@ def rows_that_see(rows: torch.Tensor, width: int) -> torch.Tensor:
     order = rows.long().sort(dim=1).values
     position = torch.arange(width, device=rows.device).expand(len(order), -1).contiguous()
     return rows.shape[1] - torch.searchsorted(order, position)
+
+
+def attended_pairs(kept: KeptTokens, batch: PrefillBatch, rule: TokenRule) -> torch.Tensor:
+    """Counts the pairs of a query and a key that attend.
+
+    Args:
+        kept: T of each request.
+        batch: the requests that prefill.
+        rule: what queries attend to besides T.
+
+    Returns:
+        `[2]` int64: the pairs of all requests, and those of dense attention.
+    """
+    position = torch.arange(kept.mask.shape[1], device=kept.mask.device)
+    lengths, chunks = batch.seq_lens.long()[:, None], batch.query_lens.long()[:, None]
+    is_query = (position >= lengths - chunks) & (position < lengths)
+    until = kept.mask.cumsum(dim=1)
+    if rule.others == "zero":
+        pairs = torch.where(kept.mask, until, 0)
+    else:
+        # Tokens in T before a query's newest tokens, and these.
+        before = torch.nn.functional.pad(until, (rule.local_tokens, 0))[:, : len(position)]
+        pairs = before + (position + 1).clamp(max=rule.local_tokens)
+    return torch.stack([torch.where(is_query, pairs, 0).sum(), torch.where(is_query, position + 1, 0).sum()])
 
 
 def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
