@@ -42,7 +42,8 @@ triton.runtime.driver.set_active(Driver())
 
 from sparse_kernels.compaction import api as choosing, triton as compaction
 from sparse_kernels.page_statistics import api as writing, triton as write
-from sparse_kernels.token_prefill import api as voting, triton as prefill
+from sparse_kernels.token_prefill import api as voting
+from sparse_kernels.token_prefill.triton import sums as prefill
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl

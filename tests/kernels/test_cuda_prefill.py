@@ -3,6 +3,7 @@ kernels, and rolling positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
@@ -47,6 +48,8 @@ CASES = {
     "8 bits": Case(((2000, 1501), (300, 64)), eight_bits=True),
     "everything": Case(((2000, 1501), (300, 64)), rule=replace(RULE, tau=1.0)),
     "few probes": Case(((2000, 1501), (300, 64)), rule=TokenRule(0.9, 5, 6)),
+    "one newest token, no sinks": Case(((2000, 1501), (300, 64)), rule=replace(RULE, local_tokens=1, sink_tokens=0)),
+    "more newest tokens than a tile": Case(((2000, 1501), (300, 64)), rule=replace(RULE, tau=0.5, local_tokens=129)),
 }
 
 
@@ -114,24 +117,24 @@ def checked(error: torch.Tensor, expected: torch.Tensor, eight_bits: bool) -> No
     assert bool((error.norm(dim=-1) <= allowed * expected.float().norm(dim=-1)).all())
 
 
-@pytest.mark.parametrize("kernel", ["triton", "FlashAttention 3"])
+@pytest.mark.parametrize(("kernel", "form"), [("triton", "attend"), ("triton", "zero"), ("FlashAttention 3", "zero")])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
+def test_the_gpu_equals_the_reference(case: Case, kernel: str, form: Literal["attend", "zero"]) -> None:
     from sparse_kernels.token_prefill import triton
     from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
 
     prefill, softmax = inputs(case)
     batch, cache, attend = prefill.batch, prefill.cache, attention(kernel)
-    output = prefill.output()
-    kept = token_prefill(batch, cache, softmax, case.rule, output, attend=attend)
+    output, rule = prefill.output(), replace(case.rule, others=form)
+    kept = token_prefill(batch, cache, softmax, rule, output, attend=attend)
 
-    probes = draw_probes(batch, case.rule)
+    probes = draw_probes(batch, rule)
     on_host = replace(
         batch, query=batch.query.cpu(), query_start=batch.query_start.cpu(), seq_lens=batch.seq_lens.cpu()
     )
-    assert torch.equal(probes.cpu(), draw_probes(on_host, case.rule))
+    assert torch.equal(probes.cpu(), draw_probes(on_host, rule))
     sizes = PrefillSizes(batch.num_tokens, batch.num_requests, batch.max_seq_tokens, *batch.query.shape[1:])
-    scratch = Scratch.make(sizes, case.rule, batch.query.dtype, output.dtype, output.device)
+    scratch = Scratch.make(sizes, rule, batch.query.dtype, output.dtype, output.device)
     sums = triton.launch_sums(batch, cache, softmax, probes, scratch)
     expected_sums = reference.column_sums(batch, cache, softmax, probes)
     for request, (context, chunk) in enumerate(case.requests):
@@ -139,14 +142,17 @@ def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
         # Exponentials of float32 logits up to some tens; one term per probe row and head.
         torch.testing.assert_close(sums[request, :length], expected_sums[request, :length], rtol=1e-4, atol=1e-5)
     # Of nearly equal sums either token may be kept, so T is computed from the GPU's sums.
-    again = choose_tokens(sums, probes, batch, case.rule)
-    on_cpu = choose_tokens(sums.cpu(), probes.cpu(), on_host, case.rule)
+    again = choose_tokens(sums, probes, batch, rule)
+    on_cpu = choose_tokens(sums.cpu(), probes.cpu(), on_host, rule)
     assert torch.equal(kept.positions, again.positions)
     assert torch.equal(kept.positions.cpu(), on_cpu.positions)
     assert torch.equal(kept.important.cpu(), on_cpu.important)
 
     expected = torch.zeros_like(output)
-    reference.attend_kept(batch, cache, softmax, kept, expected)
+    if form == "attend":
+        reference.attend_all(batch, cache, softmax, kept, rule.local_tokens, expected)
+    else:
+        reference.attend_kept(batch, cache, softmax, kept, expected)
     checked(output.float() - expected.float(), expected, case.eight_bits and kernel != "triton")
     assert torch.equal(output.eq(0).all(dim=-1), expected.eq(0).all(dim=-1))
 
@@ -166,25 +172,27 @@ def test_a_choice_does_not_depend_on_width_or_device() -> None:
         assert torch.equal(kept.important.cpu(), expected.important)
 
 
-def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [RULE, replace(RULE, others="zero")], ids=["attend", "zero"])
+def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch, rule: TokenRule) -> None:
     prefill, softmax = inputs(CASES["ragged, padded"])
     output = prefill.output()
-    token_prefill(prefill.batch, prefill.cache, softmax, RULE, output)
+    token_prefill(prefill.batch, prefill.cache, softmax, rule, output)
     for request in (0, 2, 5):
         alone = prefill.alone(request)
         single = alone.output()
-        token_prefill(alone.batch, alone.cache, softmax, RULE, single)
+        token_prefill(alone.batch, alone.cache, softmax, rule, single)
         assert torch.equal(single, output[prefill.chunks[request]])
     monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 1)
     one_by_one = prefill.output()
-    token_prefill(prefill.batch, prefill.cache, softmax, RULE, one_by_one)
+    token_prefill(prefill.batch, prefill.cache, softmax, rule, one_by_one)
     assert torch.equal(one_by_one, output)
 
 
-def test_the_host_does_not_wait() -> None:
+@pytest.mark.parametrize("rule", [RULE, replace(RULE, others="zero")], ids=["attend", "zero"])
+def test_the_host_does_not_wait(rule: TokenRule) -> None:
     prefill, softmax = inputs(CASES["ragged, padded"])
     output = prefill.output()
-    arguments = prefill.batch, prefill.cache, softmax, RULE, output
+    arguments = prefill.batch, prefill.cache, softmax, rule, output
     token_prefill(*arguments)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

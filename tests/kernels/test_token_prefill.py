@@ -406,6 +406,8 @@ def eight_bits(prefill: Prefill) -> Prefill:
 
 TRITON_CASES = {
     "ragged": (make_prefill, {"requests": RAGGED, "padding": 3}, ""),
+    "small blocks": (make_prefill, {"requests": [(129, 64), (63, 63)], "block_size": 16}, ""),
+    "large blocks": (make_prefill, {"requests": [(257, 65)], "block_size": 128}, ""),
     "several parts of a context": (make_prefill, {"requests": [(1090, 20), (70, 70)], "num_kv_heads": 1}, ""),
     "group of 3, heads of 80": (make_prefill, {"requests": [(90, 40), (33, 33)], "group": 3, "head_size": 80}, ""),
     "group of 16": (make_prefill, {"requests": [(90, 40)], "num_kv_heads": 1, "group": 16}, "softcap"),
@@ -434,27 +436,74 @@ def test_triton_equals_the_reference(make, given, special):
         # Weights are exponentials of float32 logits of up to some tens, each with some roundings.
         torch.testing.assert_close(sums[request, :length], expected_sums[request, :length], rtol=2e-5, atol=1e-6)
         assert sums[request, length:].isnan().all()
-    expected, expected_kept = run(prefill, softmax=softmax)
-    output, kept = triton_run(prefill, softmax=softmax)
+    for rule in (SMALL_RULE, ATTENDING):
+        expected, expected_kept = run(prefill, rule, softmax)
+        output, kept = triton_run(prefill, rule, softmax)
+        assert torch.equal(kept.positions, expected_kept.positions)
+        assert torch.equal(kept.important, expected_kept.important)
+        assert torch.equal(output == 0, expected == 0)
+        # Weights and outputs are rounded to 8 bits of mantissa each.
+        error = (output.float() - expected.float()).norm(dim=-1)
+        assert (error <= 2**-7 * expected.float().norm(dim=-1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("local_tokens", [1, 63, 64, 65, 1000])
+def test_triton_counts_the_newest_tokens_from_each_position(local_tokens):
+    edges = [(length, chunk) for length in (63, 64, 65, 128, 129) for chunk in (1, 63)]
+    edges += [(length, chunk) for length in (193, 200) for chunk in (64, 65, 129)]
+    prefill = make_prefill(edges, num_kv_heads=1)
+    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens)
+    expected, expected_kept = run(prefill, rule)
+    output, kept = triton_run(prefill, rule)
     assert torch.equal(kept.positions, expected_kept.positions)
-    assert torch.equal(kept.important, expected_kept.important)
-    assert torch.equal(output == 0, expected == 0)
-    # Weights and outputs are rounded to 8 bits of mantissa each.
     error = (output.float() - expected.float()).norm(dim=-1)
     assert (error <= 2**-7 * expected.float().norm(dim=-1)).all()
 
 
+def without_unread_values(prefill: Prefill, kept: KeptTokens, local_tokens: int) -> Prefill:
+    """The same requests with garbage in place of the values that no query attends to."""
+    keys, values = prefill.cache.keys, prefill.cache.values
+    # Keys and values share their memory.
+    memory = torch.empty(0, dtype=values.view.dtype).set_(values.view.untyped_storage()).clone()
+    view = memory.as_strided(values.view.shape, values.view.stride(), values.view.storage_offset())
+    block_tokens = values.page_size * values.pages_per_block
+    unread = 0
+    for request, chunk in enumerate(prefill.chunks):
+        context = int(prefill.batch.seq_lens[request])
+        window = context - (chunk.stop - chunk.start) - local_tokens + 1
+        for position in sorted(set(range(max(0, window))) - tokens_of(kept, request)):
+            block = int(prefill.batch.block_table[request, position // block_tokens])
+            page, token = divmod(position % block_tokens, values.page_size)
+            view[block, :, page, 0, token] = torch.nan
+            unread += 1
+    assert unread > 20
+    keys = replace(keys, view=memory.as_strided(keys.view.shape, keys.view.stride(), keys.view.storage_offset()))
+    return replace(prefill, cache=replace(prefill.cache, keys=keys, values=replace(values, view=view)))
+
+
 @pytest.mark.usefixtures("interpreted")
-def test_a_request_has_its_bits_in_every_batch_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("form", ["reference", "triton"])
+def test_values_that_no_query_attends_to_are_not_read(form):
+    prefill = make_prefill([(120, 31), (200, 7)])
+    attend = run if form == "reference" else triton_run
+    expected, kept = attend(prefill, ATTENDING)
+    output, _ = attend(without_unread_values(prefill, kept, ATTENDING.local_tokens), ATTENDING)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_a_request_has_its_bits_in_every_batch_on_a_gpu(monkeypatch, rule):
     prefill = make_prefill(RAGGED)
-    output, kept = triton_run(prefill)
+    output, kept = triton_run(prefill, rule)
     for request in (1, 3, 5):
-        alone, kept_alone = triton_run(prefill.alone(request))
+        alone, kept_alone = triton_run(prefill.alone(request), rule)
         assert torch.equal(alone, output[prefill.chunks[request]])
         assert tokens_of(kept_alone, 0) == tokens_of(kept, request)
     # Two requests at once.
     monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 2 * prefill.batch.max_seq_tokens)
-    in_parts, kept_in_parts = triton_run(prefill)
+    in_parts, kept_in_parts = triton_run(prefill, rule)
     assert torch.equal(in_parts, output)
     assert torch.equal(kept_in_parts.positions, kept.positions)
     assert torch.equal(kept_in_parts.counts, kept.counts)
@@ -507,5 +556,12 @@ def test_scratch_serves_smaller_batches_one_after_the_other():
     )
     with pytest.raises(ValueError, match="scratch: got room for 100 tokens of a context"):
         triton_run(prefill, scratch=small)
+    # Queries that all attend are not gathered.
+    assert len(Scratch.make(sizes, ATTENDING, torch.bfloat16, torch.bfloat16, torch.device("cpu")).query) == 0
+    with pytest.raises(ValueError, match="scratch: got room for 0 query tokens"):
+        triton_run(
+            prefill,
+            scratch=Scratch.make(sizes, ATTENDING, torch.bfloat16, torch.bfloat16, torch.device("cpu")),
+        )
     with pytest.raises(ValueError, match="scratch: got one for 4 query heads of size 16 and 16 probe rows"):
         triton_run(prefill, replace(SMALL_RULE, recent_probes=9), scratch=scratch)

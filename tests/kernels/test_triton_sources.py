@@ -15,7 +15,7 @@ BLOCKS = [
     "rows._ungroup_with_sinks",
 ]  # fmt: skip
 """Kernels of block-sparse prefill."""
-PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
+PREFILL = ("sums._probe_sums", "sums._join_sums", "sums._column_sums", "kept._attend_kept", "rows._attend_all")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
 COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
 MASKED = {
@@ -132,8 +132,10 @@ for kind, head_size, rule in shapes:
         lambda *given: torch.zeros(4, 512), torch.zeros_like(query), torch.zeros(8, 2).long(),
     )
 
-for name in sys.argv[3:]:
-    setattr(prefill, name, Compile(getattr(prefill, name)))
+for place in sys.argv[3:]:
+    module, name = place.split(".")
+    module = importlib.import_module(f"{prefill.__name__}.{module}")
+    setattr(module, name, Compile(getattr(module, name)))
 for head_size in (64, 128, 256):
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 8)
     starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
@@ -141,7 +143,8 @@ for head_size in (64, 128, 256):
         torch.zeros(20, 32, head_size).bfloat16(), starts, torch.zeros(2, 4).int(), lengths, 20, 256
     )
     softmax = Softmax(0.1, 20.0, torch.zeros(32))
-    prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
+    for rule in (TokenRule(), TokenRule(others="zero")):
+        prefill.token_prefill(batch, cache, softmax, rule, torch.zeros_like(batch.query), None, None, None)
 
 for name in ("_rank_tokens", "_list_tokens", "_copy_out"):
     setattr(compaction, name, Compile(getattr(compaction, name)))
@@ -185,7 +188,8 @@ def compiled(code: str, *arguments: str) -> int:
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
-    of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
+    # The kernels of sums are the same in both forms.
+    of_prefill = 3 * (len(PREFILL) + 3) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, of_rolling = 4, 6, 8
     expected = of_decode + of_rows + of_several + of_prefill + of_rolling + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected

@@ -25,7 +25,7 @@ def token_prefill(
     attend: Callable[[KeptAttention], None] | None = None,
     scratch: Scratch | None = None,
 ) -> KeptTokens:
-    """Attends to the important tokens of each context with the queries of those tokens (ZipVL, arXiv 2410.08584).
+    """Attends to the important tokens of each context (ZipVL, arXiv 2410.08584).
 
     For each request, with n tokens of context of which the last m are the chunk's queries:
 
@@ -34,11 +34,12 @@ def token_prefill(
        softcap and the sink logits of the layer. a_j sums A' on token j over probe rows and query heads (Eq. 6), one
        set for the layer. The normalised a_j is divided by the number of probe rows that can see j (Eq. 8).
     3. *T* (Eq. 7 and 9): p is the smallest number of tokens whose largest a_j reach the share tau of their sum. T is
-       the p tokens of highest normalised a_j (ties go to the first), and always the chunk's last token, which predicts
-       the next one. With tau = 1, or with n at most `rule.dense_tokens`, T is every token and the output is that of
-       dense attention.
-    4. *Attention* (Alg. 1): queries in T attend causally to the keys and values in T. The outputs of all other queries
-       are zero.
+       the p tokens of highest normalised a_j (ties go to the first), and always the first `rule.sink_tokens` tokens and
+       the chunk's last token, which predicts the next one. With tau = 1, or with n at most `rule.dense_tokens`, T is
+       every token and the output is that of dense attention.
+    4. *Attention*. If `rule.others` is `attend`, every query attends causally to the keys and values in T and to those
+       of its newest `rule.local_tokens` tokens, itself included. If it is `zero` (Alg. 1 of the paper), queries in T
+       attend causally to the keys and values in T, and the outputs of all other queries are zero.
 
     **Chunks.** A chunk is a separate prefill whose context is everything before it. Only its own queries are available
     as probe rows. T is chosen again from all n tokens, including tokens that an earlier chunk dropped. Tokens from
@@ -57,7 +58,8 @@ def token_prefill(
         output: where to write, `[num_tokens, num_query_heads, head_size]`, bfloat16 or float16 (on a CPU also
             float32), contiguous in its last dimension.
         probes: the result of `draw_probes` for this batch and rule, which layers of a step may share; None to draw.
-        attend: runs step 4 on a GPU in place of this package's Triton kernel, for example FlashAttention 3.
+        attend: with `zero`, runs step 4 on a GPU in place of this package's Triton kernel, for example FlashAttention
+            3.
         scratch: memory for the GPU's launches; None to allocate it.
 
     Returns:

@@ -43,9 +43,10 @@ class Scratch:
     """Intermediate results of a sparse prefill on a GPU. Consecutive calls may share them."""
 
     query: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]` of the query's dtype: queries in T."""
+    """`[num_tokens, num_query_heads, head_size]` of the query's dtype: queries in T. No tokens where all queries
+    attend."""
     output: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]` of the output's dtype: attention of the queries in T."""
+    """As the query, of the output's dtype: attention of the queries in T."""
     sums: torch.Tensor
     """`[requests_at_once, max_seq_tokens]` float32: attention on each token."""
     partial: torch.Tensor
@@ -63,7 +64,7 @@ class Scratch:
         device: torch.device,
     ) -> Scratch:
         """Allocates scratch for batches of up to these sizes."""
-        heads = (sizes.num_tokens, sizes.num_query_heads, sizes.head_size)
+        heads = (_gathered(sizes, rule), sizes.num_query_heads, sizes.head_size)
         rows = (sizes.requests_at_once, sizes.num_query_heads, rule.num_probes)
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Scratch:
     def check(self, sizes: PrefillSizes, rule: TokenRule) -> None:
         """Raises ValueError unless the memory fits the batch, its heads and this rule."""
         for name, got, needed in (
-            ("query tokens", len(self.query), sizes.num_tokens),
+            ("query tokens", len(self.query), _gathered(sizes, rule)),
             ("tokens of a context", self.sums.shape[1], sizes.max_seq_tokens),
         ):
             if got < needed:
@@ -93,3 +94,8 @@ class Scratch:
                 f"scratch: got one for {heads} query heads of size {size} and {probes} probe rows, allowed: "
                 f"{sizes.num_query_heads} of size {sizes.head_size} and {rule.num_probes}"
             )
+
+
+def _gathered(sizes: PrefillSizes, rule: TokenRule) -> int:
+    """Returns the number of query tokens that are gathered: only outputs of zero need it."""
+    return sizes.num_tokens if rule.others == "zero" else 0

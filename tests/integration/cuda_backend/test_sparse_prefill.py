@@ -118,10 +118,11 @@ def test_a_layer_whose_prefill_is_dense_stays_so_beside_others(layer, builder):
     torch.testing.assert_close(output[4:], dense[4:], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("others", ["attend", "zero"])
 @pytest.mark.parametrize("preset", ["zipvl", "unique"])
-def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset):
+def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset, others):
     common = common_metadata([4, 1, 70, 100], [900, 400, 600, 200], [False, False, True, True])
-    every = TokenRule(tau=1.0, recent_probes=8, random_probes=8)
+    every = TokenRule(tau=1.0, recent_probes=8, random_probes=8, others=others, local_tokens=16)
     counters = prefills_sparsely(layer, builder, preset, every)
     whole, dense, metadata = run(layer, builder, common)
     assert metadata.rounds != []
@@ -138,7 +139,8 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
     together, _, metadata = run(layer, builder, common)
     assert [part.tokens for part in metadata.rounds] == [slice(0, 170)]
     assert torch.equal(together, output)
-    assert output[5:75].eq(0).flatten(1).all(dim=1).any()
+    assert output[5:75].eq(0).flatten(1).all(dim=1).any() == (others == "zero")
+    assert not torch.allclose(output[5:75], dense[5:75], atol=2e-2, rtol=2e-2)
     assert torch.equal(output[75:], whole[75:])
     kept, of = counters[0, :2].tolist()
     assert 2 * 200 < kept < of == 2 * 800
@@ -198,7 +200,7 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     assert asked["q_descale"] is None
 
 
-@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "unique", "snapkv", "h2o"])
+@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "zipvl_paper", "unique", "snapkv", "h2o"])
 def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
@@ -215,8 +217,8 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, prese
     )
     windows = 256 * 2**20 + 40 * HEADS * 4096
     wanted = {
-        "unique_prefill": of_blocks, "zipvl": 3 * 2 * query.numel() + 300 * 2**20, "snapkv": windows,
-        "h2o": windows + 32 * 4 * HEADS * 4096,
+        "unique_prefill": of_blocks, "zipvl": 300 * 2**20, "zipvl_paper": 3 * 2 * query.numel() + 300 * 2**20,
+        "snapkv": windows, "h2o": windows + 32 * 4 * HEADS * 4096,
     }  # fmt: skip
     selects = config.selector is not None and not config.selector.reads_every_page
     every = wanted.get(preset, 0) + (WHOLE_SCRATCH if selects else 0)

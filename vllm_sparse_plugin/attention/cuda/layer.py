@@ -171,7 +171,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)
         kernels = PromptKernels()
         if query.is_cuda:
-            # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel.
+            # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel. It also does
+            # where all queries attend.
             by_token = attend_kept if self.vllm_flash_attn_version == 3 else None
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
         for part in rounds:

@@ -23,8 +23,8 @@ from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 
 _TOKEN_SCRATCH = 300 * 2**20
-"""Bytes that choosing tokens takes in one layer, in addition to queries and outputs. It grows with the longest context,
-by about 100 bytes per token."""
+"""Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
+longest context, by about 100 bytes per token."""
 
 
 _WINDOW_SCRATCH = 256 * 2**20
@@ -58,8 +58,9 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
         )  # fmt: skip
         wanted = max(wanted, tiles)
     elif config.prefill is not None:
-        # Gathered queries, gathered outputs, and outputs in token order.
-        wanted = max(wanted, 3 * query.numel() * 2 + _TOKEN_SCRATCH)
+        # With outputs of zero also gathered queries, gathered outputs, and outputs in token order.
+        gathered = 3 * query.numel() * 2 if config.prefill.others == "zero" else 0
+        wanted = max(wanted, gathered + _TOKEN_SCRATCH)
     if config.selector is not None and not config.selector.reads_every_page:
         # Planning allocates it after the profile, and keeps it.
         wanted += WHOLE_SCRATCH

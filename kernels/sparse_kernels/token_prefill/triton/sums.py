@@ -1,14 +1,11 @@
-"""Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for the steps between.
+"""Sums the attention of the probe rows.
 
-The attention of the probe rows takes two passes. The first computes the sums of their softmax, by parts of the context
-that are merged in order. The second sums the weights on each token; one program handles some tokens and all heads that
-share sums. The order of every sum depends only on the request.
+It takes two passes. The first computes the sums of their softmax, by parts of the context that are merged in order. The
+second sums the weights on each token; one program handles some tokens and all heads that share sums. The order of every
+sum depends only on the request.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,33 +13,13 @@ import triton.language as tl
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import SPLIT_TOKENS, PrefillSizes, Scratch
-from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choose_tokens, kept_queries
-from sparse_kernels.triton import LOG2E, arithmetic, to_base_2
+from sparse_kernels.token_prefill.triton.parts import base_2_logits, logit_factor, sink_logit, tile_of
+from sparse_kernels.triton import arithmetic
 
 _ALIGNED = 16
 """Triton compiles a separate kernel for strides that are multiples of this."""
-
-
-class _Tile(NamedTuple):
-    """The work of a program in one step."""
-
-    rows: int
-    """Query tokens of a head."""
-    keys: int
-
-
-def _tile(head_size: int) -> _Tile:
-    """Returns a tile that fits the shared memory of a thread block on every supported GPU, double buffered."""
-    return _Tile(64, 64) if head_size <= 128 else _Tile(64, 32)
-
-
-@triton.jit
-def _logits(query, keys, factor, SOFTCAP: tl.constexpr):
-    """Returns products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
-    return to_base_2(tl.dot(query, keys, input_precision="ieee") * factor, SOFTCAP)
 
 
 @triton.jit
@@ -50,15 +27,6 @@ def _log_sum(largest, total):
     """Returns the base-2 logarithm of `total * 2 ** largest`: -inf for a total of 0; NaN stays NaN."""
     some = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     return tl.where(total != total, total, some)
-
-
-@triton.jit
-def _factor(scale, query_scale_ptr, key_scale_ptr):
-    if query_scale_ptr is not None:
-        scale *= tl.load(query_scale_ptr)
-    if key_scale_ptr is not None:
-        scale *= tl.load(key_scale_ptr)
-    return scale
 
 
 @triton.jit
@@ -113,7 +81,7 @@ def _probe_sums(
         GROUP, PROBES, HEAD_SIZE, ROWS,
     )  # fmt: skip
     query = query.to(DTYPE)
-    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
+    factor = logit_factor(scale, query_scale_ptr, key_scale_ptr)
     table = table_ptr + request * table_stride
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -122,7 +90,7 @@ def _probe_sums(
         keys = _context_keys(
             keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
         ).to(DTYPE)  # fmt: skip
-        logits = _logits(query, keys, factor, SOFTCAP)
+        logits = base_2_logits(query, keys, factor, SOFTCAP)
         # Positions of probe rows lie within the context, so the tokens that they see also do.
         logits = tl.where(column[None, :] <= position[:, None], logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, axis=1))
@@ -149,11 +117,7 @@ def _join_sums(
         return
     probe = tl.arange(0, PADDED)
     exists = probe < PROBES
-    largest = tl.full((PADDED,), float("-inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
-    if sinks_ptr is not None:
-        largest = tl.zeros((PADDED,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        total += 1.0
+    largest, total = sink_logit(sinks_ptr, head, PADDED)
     for split in range((length + SPLIT - 1) // SPLIT):
         part = tl.load(partial_ptr + (row * splits + split) * PROBES + probe, mask=exists, other=float("-inf"))
         peak = tl.maximum(largest, part)
@@ -179,7 +143,7 @@ def _column_sums(
     if tl.program_id(0) * KEYS >= length or end == tl.load(starts_ptr + request):
         return
     dim = tl.arange(0, DIMS)
-    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
+    factor = logit_factor(scale, query_scale_ptr, key_scale_ptr)
     table = table_ptr + request * table_stride
     # Weights are added element by element, and rows only once at the end: a sum over rows crosses warps.
     sums = tl.zeros((ROWS, KEYS), tl.float32)
@@ -197,65 +161,10 @@ def _column_sums(
             row = first + tl.arange(0, ROWS)
             place = (request * num_kv_heads * GROUP + head) * PROBES + row % PROBES
             whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
-            logits = _logits(query.to(DTYPE), keys, factor, SOFTCAP)
+            logits = base_2_logits(query.to(DTYPE), keys, factor, SOFTCAP)
             sums += tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
     place = sums_ptr + request * sums_strides[0] + together * sums_strides[1] + column
     tl.store(place, tl.sum(sums, axis=0), mask=column < length)
-
-
-@triton.jit
-def _attend_kept(
-    query_ptr, keys_ptr, values_ptr, starts_ptr, counts_ptr, rows_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
-    sinks_ptr, output_ptr, row_stride, head_stride, rows_stride, scale,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Attends with some queries of a head to the rows of a table; causal, aligned at the bottom right."""
-    request = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    start = tl.load(starts_ptr + request)
-    num_queries = tl.load(starts_ptr + request + 1) - start
-    first = tl.program_id(0) * ROWS
-    if first >= num_queries:
-        return
-    count = tl.load(counts_ptr + request)
-    dim = tl.arange(0, DIMS)
-    real = dim < HEAD_SIZE
-    index = first + tl.arange(0, ROWS)
-    exists = index < num_queries
-    token = (start + index).to(tl.int64) * tl.num_programs(1) + head
-    mask = exists[:, None] & real[None, :]
-    query = tl.load(query_ptr + token[:, None] * HEAD_SIZE + dim[None, :], mask=mask, other=0.0).to(DTYPE)
-    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
-    newest = count - num_queries + index
-    table = rows_ptr + request * rows_stride
-    within = (head // GROUP) * head_stride
-    largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    if sinks_ptr is not None:
-        largest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        total += 1.0
-    sums = tl.zeros((ROWS, DIMS), tl.float32)
-    # Every query sees the first key, so every row has a largest logit after the first round.
-    for other in range(0, tl.minimum(count, count - num_queries + first + ROWS), KEYS):
-        column = other + tl.arange(0, KEYS)
-        present = column < count
-        place = tl.load(table + column, mask=present, other=0).to(tl.int64) * row_stride + within
-        keys = tl.load(keys_ptr + place[None, :] + dim[:, None], mask=present[None, :] & real[:, None], other=0.0)
-        logits = _logits(query, keys.to(DTYPE), factor, SOFTCAP)
-        logits = tl.where(present[None, :] & (column[None, :] <= newest[:, None]), logits, float("-inf"))
-        peak = tl.maximum(largest, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - peak[:, None])
-        shrunk = tl.exp2(largest - peak)
-        values = tl.load(values_ptr + place[:, None] + dim[None, :], mask=present[:, None] & real[None, :], other=0.0)
-        total = total * shrunk + tl.sum(weights, axis=1)
-        sums = sums * shrunk[:, None] + tl.dot(weights.to(DTYPE), values.to(DTYPE), input_precision="ieee")
-        largest = peak
-    sums = sums / total[:, None]
-    if value_scale_ptr is not None:
-        sums *= tl.load(value_scale_ptr)
-    tl.store(output_ptr + token[:, None] * HEAD_SIZE + dim[None, :], sums.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_sums(
@@ -298,7 +207,7 @@ def _launch_sums(
     group = batch.group_size(num_kv_heads)
     keys = cache.keys.view
     splits = triton.cdiv(batch.max_seq_tokens, SPLIT_TOKENS)
-    rows, columns = _tile(head_size)
+    rows, columns = tile_of(head_size)
     inputs = (
         batch.query, keys, probes.contiguous(), batch.query_start, batch.seq_lens, batch.block_table,
         batch.query_scale, cache.key_scale,
@@ -345,96 +254,3 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
         last = min(first + len(scratch.sums), batch.num_requests)
         _launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch, sums[first:last])
     return sums
-
-
-def attend_kept(kept: KeptAttention) -> None:
-    """Attends with the queries in T to the keys and values in T, in Triton."""
-    _, num_heads, head_size = kept.query.shape
-    keys = kept.keys
-    rows, columns = _tile(head_size)
-    _attend_kept[(triton.cdiv(kept.max_query_tokens, rows), num_heads, len(kept.counts))](
-        kept.query, keys, kept.values, kept.query_start, kept.counts, kept.rows, kept.query_scale, kept.key_scale,
-        kept.value_scale, kept.softmax.sink_logits, kept.output, keys.stride(0), keys.stride(2), kept.rows.stride(0),
-        float(kept.softmax.scale),
-        GROUP=num_heads // keys.shape[2], HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
-        ROWS=rows, KEYS=columns, SOFTCAP=float(kept.softmax.softcap), DTYPE=arithmetic(kept.query),
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-
-
-def token_rows(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Returns views of keys and values as pages of one token.
-
-    Returns:
-        Keys and values, `[num_rows, 1, num_kv_heads, head_size]` each, with overlapping rows: token t of block b is row
-        `b * rows_per_block + t`. And `rows_per_block`.
-
-    Raises:
-        ValueError: if the cache does not store one contiguous row per token, at equal distances.
-    """
-    cache.check_rows()
-    keys, values = cache.keys.view, cache.values.view
-    block, head, token = keys.stride(0), keys.stride(1), keys.stride(-2)
-    if block % token:
-        raise ValueError(f"keys: got blocks of {block} elements, allowed: a multiple of a token's {token}")
-    num_rows = (len(keys) - 1) * (block // token) + cache.page_size * cache.keys.pages_per_block
-    shape, strides = (num_rows, 1, cache.num_kv_heads, cache.head_size), (token, token, head, 1)
-    return keys.as_strided(shape, strides), values.as_strided(shape, strides), block // token
-
-
-def token_prefill(
-    batch: PrefillBatch,
-    cache: KVCache,
-    softmax: Softmax,
-    rule: TokenRule,
-    output: torch.Tensor,
-    probes: torch.Tensor | None,
-    attend: Callable[[KeptAttention], None] | None,
-    scratch: Scratch | None,
-) -> KeptTokens:
-    """See `api.token_prefill`."""
-    num_tokens, num_heads, head_size = batch.query.shape
-    sizes = PrefillSizes(num_tokens, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
-    if scratch is None:
-        scratch = Scratch.make(sizes, rule, batch.query.dtype, output.dtype, batch.query.device)
-    scratch.check(sizes, rule)
-    if probes is None:
-        probes = draw_probes(batch, rule)
-    output.zero_()
-    parts = []
-    for first in range(0, batch.num_requests, len(scratch.sums)):
-        last = min(first + len(scratch.sums), batch.num_requests)
-        part = batch.requests(first, last)
-        sums = launch_sums(part, cache, softmax, probes[first:last], scratch)
-        kept = choose_tokens(sums, probes[first:last], part, rule)
-        _attend_part(part, cache, softmax, kept, attend or attend_kept, scratch, output)
-        parts.append(kept)
-    return KeptTokens.join(parts)
-
-
-def _attend_part(
-    batch: PrefillBatch,
-    cache: KVCache,
-    softmax: Softmax,
-    kept: KeptTokens,
-    attend: Callable[[KeptAttention], None],
-    scratch: Scratch,
-    output: torch.Tensor,
-) -> None:
-    keys, values, rows_per_block = token_rows(cache)
-    block_tokens = cache.page_size * cache.keys.pages_per_block
-    position = kept.positions.clamp(min=0)
-    block = batch.block_table.gather(1, (position // block_tokens).long())
-    rows = torch.where(kept.positions >= 0, block * rows_per_block + position % block_tokens, 0)
-    queries = kept_queries(kept, batch)
-    query, attended = scratch.query[: batch.num_tokens], scratch.output[: batch.num_tokens]
-    # torch can only gather 8-bit floats as bytes.
-    bits = torch.uint8 if query.dtype.itemsize == 1 else query.dtype
-    torch.index_select(batch.query.view(bits), 0, queries.tokens, out=query.view(bits))
-    attend(
-        KeptAttention(
-            query, queries.starts, keys, values, rows, kept.counts, batch.max_query_tokens, batch.max_seq_tokens,
-            softmax, batch.query_scale, cache.key_scale, cache.value_scale, attended,
-        )
-    )  # fmt: skip
-    torch.where(queries.mask[:, None, None], attended[queries.places], output, out=output)
