@@ -225,3 +225,21 @@ def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_the
         assert 0 < read < past / 2
         weight, tiles = (engine.metric(f"vllm_sparse_prefill_mass_{part}") for part in ("sum", "count"))
         assert tiles / 2 < weight < tiles
+
+
+def test_an_engine_finds_needles_with_important_tokens_cached_or_not():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    questions = build_questions(tokenizer, "multikey", 4096, 2, seed=5)
+    arguments = {"max_model_len": 5120, "max_num_batched_tokens": 2048}
+    with run_engine("zipvl", {"prefill": {"tau": 0.9}}, **arguments) as engine:
+        prompts = [question.prompt for question in questions]
+        for _ in range(2):
+            answers = engine.answer(prompts, max_tokens=24)
+            texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+            assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True)), texts
+        assert engine.metric("vllm:prefix_cache_hits_total") > 0
+        # Counts are copied every few steps.
+        engine.answer(prompts[:1], max_tokens=40, ignore_eos=True)
+        for name in ("density", "pairs"):
+            read, of = (engine.metric(f"vllm_sparse_prefill_{name}_{part}") for part in ("sum", "count"))
+            assert 0 < read < 0.7 * of
