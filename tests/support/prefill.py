@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.token_prefill import TokenRule
+from sparse_kernels.token_prefill import KeptTokens, TokenRule
 from support.paged import dense_attention, make_batch
 
 
@@ -168,6 +168,21 @@ def attention_of(
                 softmax.softcap, dtype,
             )  # fmt: skip
     return output
+
+
+def rows_of(probes: torch.Tensor, request: int) -> list[int]:
+    """The probe rows of a request."""
+    return [row for row in probes[request].tolist() if row >= 0]
+
+
+def tokens_of(kept: KeptTokens, request: int) -> set[int]:
+    """T of a request; all forms of it agree."""
+    positions = kept.positions[request].tolist()
+    count = int(kept.counts[request])
+    assert positions[:count] == sorted(set(positions[:count]))
+    assert set(positions[count:]) <= {-1}
+    assert kept.mask[request].nonzero().flatten().tolist() == positions[:count]
+    return set(positions[:count])
 
 
 SMALL_RULE = TokenRule(tau=0.8, recent_probes=8, random_probes=8, others="zero", sink_tokens=0)
