@@ -13,7 +13,6 @@ from sparse_kernels.limits import (
     FLOAT8_STATISTICS,
     MIN_CAPABILITY,
     PAGES_READ,
-    SKETCHES,
     STOP_RULE,
     DecodeShape,
     head_refusals,
@@ -346,7 +345,6 @@ def _expect_cuda_shapes(
             k=most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages,
             stopping=stopping,
             float8_statistics=layout is not None and layout.format == "fp8",
-            sketches=layout is not None and layout.format == "int2",
         )
         refusals += decode_refusals(shape, capability)
     for refusal in refusals:
@@ -359,9 +357,6 @@ def _expect_cuda_shapes(
             field, got, allowed = f"{KEY}.stopping", "a rule", "null on this GPU"
         elif refusal.field == FLOAT8_STATISTICS:
             field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
-        elif refusal.field == SKETCHES:
-            field, got = "selection.statistics", "sketch"
-            allowed = f"quarters, int8, fp8 or bf16 with heads of {head_size} on a GPU"
         expect(False, field, got, allowed)
 
 

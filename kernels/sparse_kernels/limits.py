@@ -32,7 +32,7 @@ MAX_PAGES_WITHOUT_CLUSTERS = 1 << 15
 
 HEAD_SIZE, GROUP, PAGES_READ = "head size", "query heads to a KV head", "pages read"
 STOP_RULE, SHARED_MEMORY = "stop rule", "shared memory of a block"
-FLOAT8_STATISTICS, SKETCHES = "float8 statistics", "sketches"
+FLOAT8_STATISTICS = "float8 statistics"
 
 
 class Refusal(NamedTuple):
@@ -60,8 +60,6 @@ class DecodeShape:
     """Whether attention may stop early."""
     float8_statistics: bool = False
     """Whether the vectors of the statistics are 8-bit floats."""
-    sketches: bool = False
-    """Whether the statistics are rotated codes."""
 
 
 def head_refusals(group_size: int, head_size: int, stopping: bool) -> Iterator[Refusal]:

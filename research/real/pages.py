@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from sparse_kernels.page_statistics.kinds import KINDS
-from sparse_kernels.page_statistics.kinds.quarters import rotate
+from sparse_kernels.page_statistics.kinds.rotation import rotate
 
 from research.real.model import Cache, Llama, causal_weights, read
 from research.real.texts import RULER, Prompt
@@ -50,7 +50,7 @@ def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
 
 
 def in_codes(name: str, vectors: torch.Tensor) -> torch.Tensor:
-    """Round four vectors `[..., 4, head_size]` like the statistics `name`."""
+    """Round vectors `[..., vectors, head_size]` like the statistics `name`."""
     codes = KINDS[name].codes
     assert codes is not None
     packed, steps = codes.pack(vectors)
@@ -131,7 +131,7 @@ def _far(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _all_keys(keys: torch.Tensor, best: bool = False) -> Estimate:
-    vectors = in_codes("sketch", rotate(keys).unflatten(-2, (2, 4))).flatten(-3, -2)
+    vectors = in_codes("eighths", rotate(keys))
     if best:
         return lambda query: _dot(rotate(query), vectors).amax(dim=-1) + math.log(PAGE)
     return lambda query: _dot(rotate(query), vectors).logsumexp(dim=-1)
@@ -147,10 +147,10 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "mean8_deviation": Kind(lambda k: _with_deviation(in_8_bits(_split(k, 1)), _spread(k), 1.0), lambda d: d + 4),
     "halves8": Kind(lambda k: _best_of(in_8_bits(_split(k, 2))), lambda d: 2 * d + 4),
     "quarters4_deviation": Kind(lambda k: _with_deviation(_quarters(k), _spread(k, 4), 0.25), lambda d: 2 * d + 2),
-    "keys2": Kind(_all_keys, lambda d: 2 * d + 4),
-    "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d + 4),
+    "keys2": Kind(_all_keys, lambda d: 2 * d),
+    "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d),
     "keys_exact": Kind(_best_of, lambda d: 16 * d),
-    "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d + 4),
+    "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d),
     "quarters4_centred": Kind(lambda k: _best_of(_quarters(_centred(k))), lambda d: 2 * d),
     "quarters4_sum": Kind(lambda k: _sum_of(_quarters(k)), lambda d: 2 * d),
     "sorted_quarters4": Kind(lambda k: _best_of(in_codes("quarters", _split(_by_direction(k), 4))), lambda d: 2 * d),

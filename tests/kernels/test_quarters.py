@@ -1,4 +1,4 @@
-"""Quarters and sketches of pages: packing, rotation, and scores against their formula."""
+"""Quarters, sketches and eighths of pages: packing, rotation, and scores against their formula."""
 
 import pytest
 import torch
@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 from sparse_kernels.page_score import reference as score_reference
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout, reference, update_page_statistics
-from sparse_kernels.page_statistics.kinds.quarters import rotate
+from sparse_kernels.page_statistics.kinds.rotation import rotate, rotate_back
 from sparse_kernels.paging import PagedTensor
 from support.paged import PagedBatch, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 128, 8), (2, 4, 64, 8), (1, 16, 128, 16), (2, 3, 96, 8), (1, 8, 256, 32)]
-BOTH = pytest.mark.parametrize("kind", ["quarters", "sketch"])
-CODES = {name: KINDS[name].codes for name in ("quarters", "sketch")}
+NAMES = ("quarters", "sketch", "eighths")
+ALL = pytest.mark.parametrize("kind", NAMES)
+CODES = {name: KINDS[name].codes for name in NAMES}
 
 
 def batch_of(kind: str, num_kv_heads: int, head_size: int, page_size: int) -> PagedBatch:
@@ -23,7 +24,7 @@ def batch_of(kind: str, num_kv_heads: int, head_size: int, page_size: int) -> Pa
 
 
 def as_kept(kind: str, vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors `[..., 4, head_size]` float32 after storing and reading, float64."""
+    """Vectors `[..., vectors, head_size]` float32 after storing and reading, float64."""
     packed, steps = CODES[kind].pack(vectors)
     return CODES[kind].unpack(packed).double() * CODES[kind].per_vector(steps).double().unsqueeze(-1)
 
@@ -50,12 +51,37 @@ def test_bytes_of_small_quarters() -> None:
     assert CODES["quarters"].unpack(packed)[:, :2].eq(0).all()
 
 
-@BOTH
+def test_eighths_are_two_rows_of_codes_with_their_steps() -> None:
+    vectors = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    packed, steps = CODES["eighths"].pack(vectors)
+    assert packed.shape == (128,)
+    for row in range(2):
+        stored = vectors[4 * row : 4 * row + 4, 2:]
+        assert steps[row] == (stored.double().square().mean().sqrt() * 0.9957).bfloat16()
+        assert packed[64 * row : 64 * row + 2].view(torch.bfloat16) == steps[row]
+        codes = (stored / steps[row].float() + 1.5).round().clamp(0, 3).to(torch.uint8)
+        expected = codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
+        moved = expected - packed[64 * row + 2 : 64 * row + 64]
+        assert (moved <= 1).all()
+        assert (moved == 0).sum() >= 55
+
+
+def test_sparse_prefill_reads_the_means_of_pairs_of_eighths() -> None:
+    kind, vectors = KINDS["eighths"], torch.randn(5, 8, 64)
+    keys = rotate_back(vectors)
+    summary, spread = kind.summary(vectors, None)
+    assert spread is None
+    torch.testing.assert_close(summary, keys.unflatten(1, (4, 2)).mean(dim=2))
+    torch.testing.assert_close(kind.keys(vectors), keys)
+    assert kind.summary_keys == summary.shape[1]
+
+
+@ALL
 @settings(deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from([64, 96, 128]))
 def test_an_element_is_off_by_half_a_step_and_every_word_is_finite(kind: str, seed: int, head_size: int) -> None:
     codes = CODES[kind]
-    vectors = torch.randn(16, 4, head_size, generator=torch.Generator().manual_seed(seed)) + seed % 3 - 1
+    vectors = torch.randn(16, codes.vectors, head_size, generator=torch.Generator().manual_seed(seed)) + seed % 3 - 1
     packed, steps = codes.pack(vectors)
     assert packed.view(torch.bfloat16).isfinite().all()
     scaled = vectors / steps.float().repeat_interleave(codes.per_byte, dim=-1).unsqueeze(-1)
@@ -84,34 +110,36 @@ def test_a_rotation_keeps_products_and_spreads_outliers(head_size: int) -> None:
     lone = torch.zeros(head_size, dtype=torch.float64)
     lone[3] = 1
     assert rotate(lone).abs().max() <= (head_size & -head_size) ** -0.5 + 1e-12
+    torch.testing.assert_close(rotate_back(rotate(a)), a)
     constant = rotate(torch.ones(head_size, dtype=torch.float64))
     assert constant.abs().max() < 0.5 * head_size**0.5
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size", "page_size"), SHAPES)
-def test_scores_are_the_best_quarter_of_the_stored_keys(
+def test_scores_are_the_best_part_of_the_stored_keys(
     kind: str, num_kv_heads: int, group_size: int, head_size: int, page_size: int
 ) -> None:
     batch = batch_of(kind, num_kv_heads, head_size, page_size)
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     scores = score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.7)
     per_block = 64 // page_size
-    turn = rotate if kind == "sketch" else lambda x: x
+    turn = rotate if KINDS[kind].is_rotated else lambda x: x
     for request, pages in enumerate(batch.num_pages.tolist()):
         assert scores[request, :, pages:].eq(-torch.inf).all()
         for page in range(0, pages, 7):
-            quarters = batch.keys[request][page * page_size : (page + 1) * page_size].double().unflatten(0, (4, -1))
+            keys = batch.keys[request][page * page_size : (page + 1) * page_size].double()
+            parts = keys.unflatten(0, (KINDS[kind].vectors, -1))
             block = int(batch.block_table[request, page // per_block])
             for head in range(num_kv_heads):
-                wanted = turn(quarters.mean(dim=1)[:, head])
+                wanted = turn(parts.mean(dim=1)[:, head])
                 stored, _ = CODES[kind].pack(wanted.float())
                 assert torch.equal(stored, batch.statistics.vectors[block, head, page % per_block])
                 exact = (turn(query[request, head].double()) @ as_kept(kind, wanted.float()).T).max()
                 assert abs(scores[request, head, page].double() - exact) <= exact.abs() * 2**-8 + 1e-3
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size", "page_size"), SHAPES)
 def test_compiled_and_reference_agree(
     kind: str, num_kv_heads: int, group_size: int, head_size: int, page_size: int
@@ -144,7 +172,8 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
     keys[96:104] = -query[0, 0] / 2
     keys[99] = 4 * query[0, 0]
     worse = {}
-    for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("mean_and_spread", "int8")):
+    kinds = ("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8"), ("mean_and_spread", "int8")
+    for kind, statistics in kinds:
         layout = StatisticsLayout(8, 128, statistics, kind=KINDS[kind])
         cache = torch.zeros(8, 1, 64 + layout.rows(64), 256).bfloat16()
         cache[:, 0, :64, :128] = keys.view(8, 64, 128)
@@ -153,7 +182,7 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
         update_page_statistics(PagedTensor.from_rows(cache[:, :, :64, :128], 8), views, pages // 8, pages % 8)
         scores = score_pages(query, views, torch.arange(8)[None], torch.tensor([64]), 0.0)[0, 0]
         worse[kind] = int((scores > scores[12]).sum())
-    assert worse["quarters"] == worse["sketch"] == 0
+    assert worse["quarters"] == worse["sketch"] == worse["eighths"] == 0
     assert worse["mean_and_spread"] > 0
 
 
@@ -167,7 +196,7 @@ def test_channels_that_stand_out_leave_four_bits_of_the_others() -> None:
     keys[:, 5::16] *= 32
     query[..., 5::16] /= 32
     found = {}
-    for kind, statistics in (("quarters", "int4"), ("sketch", "int2")):
+    for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8")):
         layout = StatisticsLayout(8, 128, statistics, kind=KINDS[kind])
         cache = torch.zeros(64, 1, 64 + layout.rows(64), 256).bfloat16()
         cache[:, 0, :64, :128] = keys.view(64, 64, 128)
@@ -180,6 +209,7 @@ def test_channels_that_stand_out_leave_four_bits_of_the_others() -> None:
         found[kind] = int((best == (torch.arange(64) * 8 + 2)[:, None]).any(dim=1).sum())
     assert found["quarters"] >= 55
     assert found["sketch"] <= 30
+    assert found["eighths"] <= 45
 
 
 def test_only_their_own_format_is_allowed() -> None:
@@ -196,6 +226,7 @@ def test_bytes_of_a_record() -> None:
         sketch = StatisticsLayout(8, head_size, "int2", kind=KINDS["sketch"])
         quarters = StatisticsLayout(8, head_size, "int4", kind=KINDS["quarters"])
         assert sketch.record_bytes == head_size + 2
-        assert quarters.record_bytes == 2 * head_size
-        assert sketch.memory_overhead == quarters.memory_overhead == 1 / 16
-        assert sketch.unit_tokens == quarters.unit_tokens == 16
+        eighths = StatisticsLayout(8, head_size, "int2x8", kind=KINDS["eighths"])
+        assert quarters.record_bytes == eighths.record_bytes == 2 * head_size
+        assert sketch.memory_overhead == quarters.memory_overhead == eighths.memory_overhead == 1 / 16
+        assert sketch.unit_tokens == quarters.unit_tokens == eighths.unit_tokens == 16

@@ -21,11 +21,6 @@ REFUSED_ON_CUDA = {
         {"additional_config": {"sparse_attention": {"stopping": {}, "selection": {"budget_tokens": 8200}}}},
         "budget_tokens: got 8200, {}up to 8192 (pages of 8 tokens) where attention may stop",
     ),
-    "sketches of heads of 80": (
-        {"head_dim": 80},
-        {"additional_config": settings(statistics="sketch")},
-        "selection.statistics: got sketch, {}quarters, int8, fp8 or bf16 with heads of 80 on a GPU",
-    ),
 }
 
 
@@ -84,7 +79,7 @@ SERVED_ON_CUDA = {
         routed(**UNCALIBRATED),
     ),
     "a budget of 64K": ({"head_dim": 64}, {"additional_config": settings(budget_tokens=1 << 16)}),
-    "sketches of heads of 128": ({"head_dim": 128}, {"additional_config": settings(statistics="sketch")}),
+    "sketches of heads of 80": ({"head_dim": 80}, {"additional_config": settings(statistics="sketch")}),
     **{f"heads of {size}": ({"head_dim": size}, {}) for size in (32, 80, 96, 112, 192, 240)},
 }
 

@@ -35,7 +35,7 @@ class Context(NamedTuple):
     values: Iterable[torch.Tensor]
     """Like `keys`; finite."""
     summaries: Iterable[torch.Tensor] | None = None
-    """Pieces of `[num_kv_heads, num_pages, summary_keys, head_size]` float32, see `PageStatistics.summaries`: of every
+    """Pieces of `[num_kv_heads, num_pages, vectors, head_size]` float32, see `PageStatistics.keys`: of every
     complete page, possibly of more; None for statistics whose vectors are not keys."""
 
 

@@ -15,33 +15,65 @@ struct Statistics {
           spread((const u16*)((const u8*)p.spread + head * p.head_stride)), block_stride(p.block_stride) {}
 };
 
-// Flips fixed signs, then applies a Hadamard matrix to a row that is spread over a warp; `x` are the lane's consecutive
-// elements.
+// Returns element `index` of the row of lane `from`, and `index` may differ by lane.
+template <int N>
+DEVICE float shuffled(const float (&x)[N], int index, int from) {
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float value = __shfl_sync(FULL, x[i], from);
+        if (i == index) found = value;
+    }
+    return found;
+}
+
+// A stage of the Hadamard transform between elements of one lane, or between lanes.
+template <int N>
+DEVICE void within_lane(float (&x)[N], int offset) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (!(i & offset)) {
+            float low = x[i], high = x[i + offset];
+            x[i] = low + high, x[i + offset] = low - high;
+        }
+}
+template <int N>
+DEVICE void between_lanes(float (&x)[N], int offset, int lane) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float partner = __shfl_xor_sync(FULL, x[i], offset);
+        x[i] = lane & offset ? partner - x[i] : x[i] + partner;
+    }
+}
+
+// Flips fixed signs, then applies a Hadamard matrix to each block of a row that is spread over a warp; `x` are the lane's
+// consecutive elements. Blocks have the size of the largest power of two that divides the head size.
 template <int HEAD_SIZE>
-DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
-    static_assert((HEAD_SIZE & (HEAD_SIZE - 1)) == 0, "the matrix has a power of two of rows");
-    constexpr int PER_LANE = HEAD_SIZE / WARP;
+DEVICE void rotate(float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
+    constexpr int PER_LANE = padded(HEAD_SIZE) / WARP, SIZE = HEAD_SIZE & -HEAD_SIZE;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         u32 drawn = (lane * PER_LANE + i + 1) * 0x9e3779b1u;
         if ((drawn ^ drawn >> 15) * 0x85ebca77u >> 31) x[i] = -x[i];
     }
+    if constexpr ((PER_LANE & (PER_LANE - 1)) == 0) {
 #pragma unroll
-    for (int offset = 1; offset < PER_LANE; offset *= 2)
+        for (int offset = 1; offset < PER_LANE && offset < SIZE; offset *= 2) within_lane(x, offset);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            if (!(i & offset)) {
-                float low = x[i], high = x[i + offset];
-                x[i] = low + high, x[i + offset] = low - high;
-            }
+        for (int offset = 1; offset * PER_LANE < SIZE; offset *= 2) between_lanes(x, offset, lane);
+    } else {
+        // Consecutive elements go to consecutive lanes and back, because blocks would end within a lane.
+        float y[PER_LANE];
 #pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2)
+        for (int i = 0; i < PER_LANE; i++) y[i] = shuffled(x, (i * WARP + lane) % PER_LANE, (i * WARP + lane) / PER_LANE);
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            float partner = __shfl_xor_sync(FULL, x[i], offset);
-            x[i] = lane & offset ? partner - x[i] : x[i] + partner;
-        }
-    float norm = rsqrtf((float)HEAD_SIZE);
+        for (int offset = 1; offset < WARP && offset < SIZE; offset *= 2) between_lanes(y, offset, lane);
+#pragma unroll
+        for (int offset = WARP; offset < SIZE; offset *= 2) within_lane(y, offset / WARP);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) x[i] = shuffled(y, (lane * PER_LANE + i) / WARP, (lane * PER_LANE + i) % WARP);
+    }
+    float norm = rsqrtf((float)SIZE);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) x[i] *= norm;
 }
@@ -50,24 +82,26 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
 //
 // For int8 vectors the query is 16-bit fixed point, split into two signed bytes in two rows of the matrix tile. The dot
 // product is an exact integer, and no vector is converted. float8 vectors are multiplied in fp16, bf16 vectors in bf16.
-// A byte of a sketch holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the four-bit
-// codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is shifted back
-// after the dot product. Quarters store their steps in place of the first two dimensions.
+// A byte of a sketch or of eighths holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the
+// four-bit codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is
+// shifted back after the dot product. Quarters and eighths have two rows, with their steps in place of the first two
+// dimensions.
 template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
     static constexpr int DIMS = padded(HEAD_SIZE);
-    static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS;
+    static constexpr bool TWO_ROWS = RECORD == QUARTERS || RECORD == EIGHTHS;
+    static constexpr bool CODES = RECORD == SKETCH || TWO_ROWS, ROTATED = RECORD == SKETCH || RECORD == EIGHTHS;
     static constexpr bool FIXED_POINT = RECORD == INT8 || CODES;
-    static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS;
+    static constexpr bool HAS_SCALE = RECORD != BF16 && !TWO_ROWS;
     static constexpr bool HAS_SPREAD = !CODES;
-    static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
+    static constexpr int VECTOR_BYTES = RECORD == BF16 || TWO_ROWS ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
     // 16-byte pieces of a vector that a lane holds.
     static constexpr int PIECES = DIMS * VECTOR_BYTES / 64;
     // Rows of codes of a record, and bits of a code.
-    static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
+    static constexpr int CODE_ROWS = TWO_ROWS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
     // Bytes of a vector or of a row of codes in memory, and the pieces of it that a lane holds.
     static constexpr int ROW_BYTES = HEAD_SIZE * VECTOR_BYTES / CODE_ROWS, ROW_PIECES = PIECES / CODE_ROWS;
     // Pieces of a query that a lane holds. All rows of codes use the same pieces.
@@ -93,8 +127,8 @@ struct ScoreQuery {
         float x[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
-        if constexpr (RECORD == SKETCH) rotate<HEAD_SIZE>(x, lane);
-        if constexpr (RECORD == QUARTERS) {
+        if constexpr (ROTATED) rotate<HEAD_SIZE>(x, lane);
+        if constexpr (TWO_ROWS) {
             if (lane == 0) x[0] = x[1] = 0;
         }
         float square = 0, largest = 0;
@@ -193,7 +227,7 @@ struct ScoreQuery {
         } else if constexpr (CODES) {
             // The steps of a page are in its first lane. The products of pages 2t and 2t+1 are in lane t of every head.
             float units[CODE_ROWS][2];
-            if constexpr (RECORD == QUARTERS) {
+            if constexpr (TWO_ROWS) {
                 u32 steps = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -207,7 +241,7 @@ struct ScoreQuery {
                 for (int row = 0; row < CODE_ROWS; row++) {
                     int best[2];
 #pragma unroll
-                    for (int part = 0; part < 4 / CODE_ROWS; part++) {
+                    for (int part = 0; part < 8 / CODE_BITS; part++) {
                         u32 mask = ((1u << CODE_BITS) - 1) * 0x01010101u << CODE_BITS * part;
                         int c[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -226,7 +260,7 @@ struct ScoreQuery {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         float product = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
-                        if (RECORD == QUARTERS) product *= units[row][i];
+                        if (TWO_ROWS) product *= units[row][i];
                         out[tile][i] = row ? fmaxf(out[tile][i], product) : product;
                     }
                 }

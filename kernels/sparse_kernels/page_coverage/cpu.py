@@ -53,7 +53,9 @@ def _best_that_reach(scores, masses, first, last, missing):
 
 
 @functools.cache
-def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, bits: int) -> Any:
+def _kernel(
+    group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, bits: int, rows: int
+) -> Any:
     """Compiles the kernel for one shape and packing. The compiler unrolls loops of constant length."""
     per_byte = 8 // bits
     middle_code = np.float32(((1 << bits) - 1) / 2)
@@ -119,7 +121,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
                 record = block * strides[0] + head * strides[1] + within * strides[2]
                 scalars = block * step_strides[0] + head * step_strides[1] + within * step_strides[2]
-                for shared in range(4 // per_byte):
+                for shared in range(rows):
                     unpack_codes(records, np.uint64(record + shared * head_size), codes, bits)
                     step = widen(steps[np.uint64(scalars + shared * step_strides[3])])
                     for g in range(group_size):
@@ -177,7 +179,7 @@ def count_pages(
     records, steps, _ = statistics.memory
     heads = tokens.query.float()
     use_threads(scores.numel() * heads.shape[-1])
-    _kernel(*heads.shape[2:], cache.page_size, key_pages.length, key_pages.step, codes.bits)(
+    _kernel(*heads.shape[2:], cache.page_size, key_pages.length, key_pages.step, codes.bits, codes.rows)(
         heads.numpy(),
         statistics.kind.features(heads, 0.0)[..., 0, :].numpy(),
         codes.dropped,

@@ -11,13 +11,13 @@ from sparse_kernels.block_prefill.reference import best_products
 
 
 def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax: Softmax) -> torch.Tensor:
-    """Returns the logarithm of what every page adds to the softmax's denominator, by its best summary key.
+    """Returns the logarithm of what every page adds to the softmax's denominator, by the best key of its record.
 
         log m_p = log B + max_j s q . x_pj
 
     Args:
         query: `[num_kv_heads, group_size, head_size]`.
-        keys: x, `[num_kv_heads, num_pages, summary_keys, head_size]` float32, see `PageStatistics.summaries`.
+        keys: x, `[num_kv_heads, num_pages, vectors, head_size]` float32, see `PageStatistics.keys`.
         page_size: B, tokens of a page.
         softmax: s, and the softcap of the products.
 

@@ -87,7 +87,7 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
 
 
 @functools.cache
-def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
+def _codes_kernel(group_size: int, head_size: int, bits: int, rows: int) -> Any:
     """Compiles the kernel for one model's shape, like `_kernel`."""
     per_byte, mask = 8 // bits, (1 << bits) - 1
 
@@ -113,7 +113,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
                 record = np.uint64(block * strides[0] + head * strides[1] + within * strides[2])
                 scalars = np.uint64(block * step_strides[0] + head * step_strides[1] + within * step_strides[2])
                 best = np.float32(-np.inf)
-                for shared in range(4 // per_byte):
+                for shared in range(rows):
                     start = record + np.uint64(shared * head_size)
                     unpack_codes(records, start, codes, bits)
                     largest = np.float32(-np.inf)
@@ -146,7 +146,7 @@ def _score_codes(
     assert statistics.scales is not None
     assert codes is not None
     use_threads(scores.numel() * query.shape[-1])
-    _codes_kernel(*query.shape[2:], codes.bits)(
+    _codes_kernel(*query.shape[2:], codes.bits, codes.rows)(
         statistics.kind.features(query.float(), 0.0)[..., 0, :].numpy(),
         codes.dropped,
         records,

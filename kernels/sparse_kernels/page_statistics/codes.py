@@ -24,7 +24,7 @@ def finite_words(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """Four vectors of a record with `bits` bits per element.
+    """The vectors of a record with `bits` bits per element.
 
     An element is stored as a code c from 0 to `top` and stands for `(c - top / 2) * step`. Rows of `head_size` bytes
     follow each other. Byte d of a row holds dimension d of `8 / bits` vectors, the first vector in its lowest bits.
@@ -34,6 +34,8 @@ class Codes:
 
     bits: int
     """Bits of an element: 2 or 4."""
+    vectors: int
+    """Vectors of a record, a multiple of `8 / bits`."""
     spacing: float
     """The step for elements of root mean square 1: the step of the uniform quantiser with this many levels that has the
     smallest squared error for a normal distribution."""
@@ -53,7 +55,7 @@ class Codes:
     @property
     def rows(self) -> int:
         """Rows of `head_size` bytes, each with one step."""
-        return 4 // self.per_byte
+        return self.vectors // self.per_byte
 
     def _shifts(self, device: torch.device) -> torch.Tensor:
         return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)[:, None]
@@ -62,7 +64,7 @@ class Codes:
         """Makes codes and steps of vectors.
 
         Args:
-            vectors: `[..., 4, head_size]` float32, an even head size.
+            vectors: `[..., vectors, head_size]` float32, an even head size.
 
         Returns:
             `[..., rows * head_size]` uint8 and the steps `[..., rows]` bfloat16.
@@ -81,7 +83,7 @@ class Codes:
         return packed.flatten(-2), step
 
     def per_vector(self, steps: torch.Tensor) -> torch.Tensor:
-        """Returns the step of each vector: `[..., rows]` to `[..., 4]`."""
+        """Returns the step of each vector: `[..., rows]` to `[..., vectors]`."""
         return steps.repeat_interleave(self.per_byte, dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
@@ -91,7 +93,7 @@ class Codes:
             packed: `[..., rows * head_size]` uint8.
 
         Returns:
-            `[..., 4, head_size]` float32, zero in the dropped dimensions.
+            `[..., vectors, head_size]` float32, zero in the dropped dimensions.
         """
         rows = packed.unflatten(-1, (self.rows, 1, -1))
         values = ((rows >> self._shifts(packed.device)) & self.top).float() - self.top / 2

@@ -12,7 +12,8 @@ import torch
 
 from sparse_kernels.compiled import compiled_kernel, narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.codes import LARGEST_BF16
-from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
+from sparse_kernels.page_statistics.kinds.parts import Parts
+from sparse_kernels.page_statistics.kinds.rotation import signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.threads import use_threads
@@ -106,7 +107,7 @@ def update_page_statistics(
 
 @compiled_kernel()
 def _rotate(x, signs):
-    """Rotates a float64 vector in place, as `kinds.quarters.rotate` does."""
+    """Rotates a float64 vector in place, as `kinds.rotation.rotate` does."""
     size = x.size & -x.size
     x *= signs
     half = 1
@@ -120,7 +121,7 @@ def _rotate(x, signs):
 
 
 @parallel_kernel()
-def _update_quarters(
+def _update_parts(
     keys,
     length,
     step,
@@ -128,6 +129,7 @@ def _update_quarters(
     head_size,
     num_kv_heads,
     signs,
+    vectors,
     bits,
     spacing,
     dropped,
@@ -143,17 +145,17 @@ def _update_quarters(
         block, page, head = blocks[row // num_kv_heads], pages[row // num_kv_heads], row % num_kv_heads
         by_dim = np.empty((head_size, page_size), np.float32)
         unpack_page(keys, length, step, block, head, page, by_dim, 0, 0, page_size)
-        quarter = page_size // 4
-        parts = np.empty((4, head_size), np.float64)
-        for j in range(4):
+        part = page_size // vectors
+        parts = np.empty((vectors, head_size), np.float64)
+        for j in range(vectors):
             for d in range(head_size):
                 total = 0.0
-                for t in range(j * quarter, (j + 1) * quarter):
+                for t in range(j * part, (j + 1) * part):
                     total += by_dim[d, t]
-                parts[j, d] = total / quarter
+                parts[j, d] = total / part
             if signs.size:
                 _rotate(parts[j], signs)
-        for shared in range(4 // per_byte):
+        for shared in range(vectors // per_byte):
             first = shared * per_byte
             power = 0.0
             for j in range(first, first + per_byte):
@@ -180,16 +182,15 @@ def _update_quarters(
             steps[at] = step_bits
 
 
-def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+def update_parts(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
     """See `api.update_page_statistics`."""
     addresses = keys.head_major
     stored, steps, _ = statistics.memory
-    codes = statistics.kind.codes
+    assert isinstance(statistics.kind, Parts)
     assert statistics.scales is not None
-    assert codes is not None
-    rotated = isinstance(statistics.kind, Sketch)
+    codes, rotated = statistics.kind.codes, statistics.kind.is_rotated
     use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
-    _update_quarters(
+    _update_parts(
         addresses.location,
         addresses.length,
         addresses.step,
@@ -197,6 +198,7 @@ def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch
         keys.head_size,
         keys.num_kv_heads,
         (signs(keys.head_size) if rotated else torch.empty(0, dtype=torch.float64)).numpy(),
+        codes.vectors,
         codes.bits,
         codes.spacing,
         codes.dropped,
@@ -211,7 +213,8 @@ def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch
 
 IMPLEMENTATIONS = {
     "mean_and_spread": update_page_statistics,
-    "quarters": update_quarters,
-    "sketch": update_quarters,
+    "quarters": update_parts,
+    "sketch": update_parts,
+    "eighths": update_parts,
 }
 """Implementations by name of the kind. Other kinds use the reference."""

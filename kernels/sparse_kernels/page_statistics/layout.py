@@ -16,6 +16,7 @@ from sparse_kernels.paging import memory_of
 
 _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
     "int2": torch.uint8,
+    "int2x8": torch.uint8,
     "int4": torch.uint8,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
@@ -96,6 +97,18 @@ class PageStatistics:
         """
         vectors, scales, spread = self.records(blocks)
         return self.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+
+    def keys(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Returns the keys that the records of some blocks hold, for kinds whose vectors are keys.
+
+        Args:
+            blocks: `[num_blocks]` int64, physical block ids.
+
+        Returns:
+            `[num_kv_heads, num_pages, kind.vectors, head_size]` float32.
+        """
+        vectors, scales, _ = self.records(blocks)
+        return self.kind.keys(vectors if scales is None else vectors * scales[..., None])
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,6 @@ from sparse_kernels.limits import (
     MAX_K,
     PAGES_READ,
     SHARED_MEMORY,
-    SKETCHES,
     STOP_RULE,
     DecodeShape,
     Refusal,
@@ -28,8 +27,6 @@ def decode_refusals(shape: DecodeShape, capability: tuple[int, int]) -> Iterator
     """
     if shape.float8_statistics and capability < FLOAT8_CAPABILITY:
         yield Refusal(FLOAT8_STATISTICS, 1, "0 on this GPU")
-    if shape.sketches and shape.head_size & (shape.head_size - 1):
-        yield Refusal(SKETCHES, 1, f"0 with heads of {shape.head_size}")
     if not shape.stopping:
         return
     if capability < CLUSTER_CAPABILITY:

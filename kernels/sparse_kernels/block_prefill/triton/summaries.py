@@ -77,7 +77,7 @@ def _summarise(
     if spread_ptr is not None:
         place = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
         spread = tl.load(place, mask=exists, other=0.0).to(tl.float32)
-    keys = SUMMARY_KEYS(vectors)
+    keys = SUMMARY_KEYS(vectors, HEAD_SIZE)
     out = head * pages_of_all + tl.load(context_start_ptr + request) // PAGE_SIZE + page
     for k in tl.static_range(KEYS):
         key = tl.clamp(keys[k], -_LARGEST, _LARGEST)

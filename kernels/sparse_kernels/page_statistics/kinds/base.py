@@ -11,8 +11,8 @@ from sparse_kernels.formats import StatisticsFormat
 from sparse_kernels.optional_triton import constexpr, jit, tl
 from sparse_kernels.page_statistics.codes import LARGEST_BF16, Codes
 
-RecordFormat = StatisticsFormat | Literal["int2", "int4"]
-"""Formats of a record. Only some kinds have int2 or int4 codes."""
+RecordFormat = StatisticsFormat | Literal["int2", "int2x8", "int4"]
+"""Formats of a record. Only some kinds have codes of 2 or 4 bits; int2x8 has eight vectors of int2."""
 LARGEST_FINITE = constexpr(LARGEST_BF16)
 """`LARGEST_BF16` as a constant for Triton functions."""
 
@@ -30,7 +30,7 @@ def query_itself(query, std_weight):
 
 
 @jit
-def keys_as_stored(vectors):
+def keys_as_stored(vectors, HEAD_SIZE: tl.constexpr):
     """Returns the summary keys of kinds whose vectors are keys: the vectors themselves."""
     return vectors
 
@@ -65,8 +65,9 @@ class StatisticsKind(ABC):
     """How its vectors are packed in its only format, of less than 8 bits; None for other kinds."""
     triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
-    `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
-    beyond the head size. The results are finite for all keys (see `StatisticsLayout`)."""
+    `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one; for codes to the argument of `triton_pack`. Keys
+    are `[PAGE_SIZE, HEADS * DIMS]` float32, newest first, zero beyond the head size. The results are finite for all
+    keys (see `StatisticsLayout`)."""
     triton_features: ClassVar[Any] = query_itself
     """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of float32 factors of the
     vectors, in the query's shape."""
@@ -74,7 +75,7 @@ class StatisticsKind(ABC):
     """`codes.pack` in Triton: `(record, HEAD_SIZE, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]`
     each, and a tuple of their steps, `[HEADS]` bfloat16."""
     triton_summary_keys: ClassVar[Any] = keys_as_stored
-    """The keys of `summary` in Triton: from a tuple of `[PAGES, DIMS]` float32 to a tuple of summary keys."""
+    """The keys of `summary` in Triton: `(vectors, HEAD_SIZE)`, with a tuple of `[PAGES, DIMS]`, to a tuple of keys."""
     triton_summary_spread: ClassVar[Any] = spread_as_stored
     """The spread of `summary` in Triton: `(vectors, spread)` to `[PAGES]`; the argument is None if none is stored."""
     triton_combine: ClassVar[Any] = None
@@ -129,6 +130,11 @@ class StatisticsKind(ABC):
             `[..., summary_keys, head_size]` and `[...]` or None, float32.
         """
         return vectors, spread
+
+    @staticmethod
+    def keys(vectors: torch.Tensor) -> torch.Tensor:
+        """Returns the keys that vectors stand for, `[..., vectors, head_size]` float32; by default the vectors."""
+        return vectors
 
     @property
     def summary_keys(self) -> int:

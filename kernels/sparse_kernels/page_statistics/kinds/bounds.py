@@ -23,7 +23,7 @@ def _features(query, std_weight):
 
 
 @jit
-def _middle(vectors):
+def _middle(vectors, HEAD_SIZE: tl.constexpr):
     return ((vectors[0] + vectors[1]) * 0.5,)
 
 

@@ -1,0 +1,231 @@
+"""Kinds that store the mean keys of equal parts of a page with a few bits per element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from sparse_kernels.optional_triton import constexpr, jit, tl
+from sparse_kernels.page_statistics.codes import Codes
+from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, RecordFormat, StatisticsKind
+from sparse_kernels.page_statistics.kinds.rotation import rotate, rotate_back, rotated, rotated_back
+
+_FOUR_BITS = Codes(bits=4, vectors=4, spacing=0.3352, dropped=2)
+_TWO_BITS = Codes(bits=2, vectors=4, spacing=0.9957)
+_FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_TWO_BITS.spacing)
+
+
+@jit
+def _parts(keys, PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, ELEMENTS: tl.constexpr):
+    # `[ELEMENTS * PARTS]`: the parts of an element, newest first like the keys, lie side by side in one thread.
+    part: tl.constexpr = PAGE_SIZE // PARTS
+    means = tl.sum(tl.reshape(keys, (PARTS, part, ELEMENTS)), axis=1) / part
+    return tl.reshape(tl.permute(means, (1, 0)), (ELEMENTS * PARTS,))
+
+
+@jit
+def _quarters_of(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    return _parts(keys, 4, PAGE_SIZE, HEADS * DIMS)
+
+
+@jit
+def _eighths_of(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    return _parts(keys, 8, PAGE_SIZE, HEADS * DIMS)
+
+
+@jit
+def _four_of(x, ELEMENTS: tl.constexpr):
+    # The oldest comes first.
+    even, odd = tl.split(tl.reshape(x, (ELEMENTS, 2, 2)))
+    newest, third = tl.split(even)
+    second, oldest = tl.split(odd)
+    return oldest, third, second, newest
+
+
+@jit
+def _eight_of(x, ELEMENTS: tl.constexpr):
+    # Parts 0, 2, 4, 6 and 1, 3, 5, 7 by age.
+    even, odd = tl.split(tl.reshape(x, (ELEMENTS, 2, 2, 2)))
+    a, b = tl.split(even)
+    c, d = tl.split(odd)
+    v0, v4 = tl.split(a)
+    v2, v6 = tl.split(b)
+    v1, v5 = tl.split(c)
+    v3, v7 = tl.split(d)
+    return (v7, v6, v5, v4), (v3, v2, v1, v0)
+
+
+@jit
+def _finite_bytes(packed, ELEMENTS: tl.constexpr):
+    first, second = tl.split(tl.reshape(packed, (ELEMENTS // 2, 2)))
+    second = tl.where((first >= 128) & ((second & 0x7F) == 0x7F), second & 0xFE, second)
+    return tl.reshape(tl.join(first, second), (ELEMENTS,)).to(tl.uint8)
+
+
+@jit
+def _pack_row(
+    vectors,
+    BITS: tl.constexpr,
+    DROPPED: tl.constexpr,
+    SPACING: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    # `Codes.pack` of the vectors that share a step, a tuple of `[HEADS * DIMS]`, oldest first.
+    shared: tl.constexpr = 8 // BITS
+    top: tl.constexpr = 2**BITS - 1
+    squares = tl.zeros((HEADS * DIMS,), tl.float32)
+    for v in tl.static_range(shared):
+        squares += vectors[v] * vectors[v]
+    squares = tl.reshape(squares, (HEADS, DIMS))
+    squares = tl.where((tl.arange(0, DIMS) >= DROPPED)[None, :], squares, 0.0)
+    power = tl.sum(squares, axis=1) / (shared * (HEAD_SIZE - DROPPED))
+    finite = power <= LARGEST_FINITE
+    step = tl.where(finite, tl.sqrt_rn(power) * SPACING, LARGEST_FINITE).to(tl.bfloat16)
+    divisor = step.to(tl.float32)
+    divisor = tl.where(divisor > 0, divisor, 1.0)[:, None]
+    packed = tl.zeros((HEADS, DIMS), tl.int32)
+    for v in tl.static_range(shared):
+        scaled = tl.div_rn(tl.reshape(vectors[v], (HEADS, DIMS)), divisor) + top / 2
+        # The addition rounds to the nearest integer, ties to even.
+        code = tl.clamp((scaled + 12582912.0) - 12582912.0, 0.0, top)
+        code = tl.where(finite[:, None], code, top * (1.0 - v % 2))
+        packed = packed | (code.to(tl.int32) << (BITS * v))
+    return _finite_bytes(tl.reshape(packed, (HEADS * DIMS,)), HEADS * DIMS), step
+
+
+@jit
+def _pack_quarters(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    a, b, c, d = _four_of(parts, HEADS * DIMS)
+    older, older_step = _pack_row((a, b), 4, 2, _FOUR_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
+    newer, newer_step = _pack_row((c, d), 4, 2, _FOUR_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
+    return (older, newer), (older_step, newer_step)
+
+
+@jit
+def _pack_sketch(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    vectors = _four_of(rotated(parts, 4, HEAD_SIZE, HEADS, DIMS), HEADS * DIMS)
+    packed, step = _pack_row(vectors, 2, 0, _TWO_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
+    return (packed,), (step,)
+
+
+@jit
+def _pack_eighths(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    four, others = _eight_of(rotated(parts, 8, HEAD_SIZE, HEADS, DIMS), HEADS * DIMS)
+    older, older_step = _pack_row(four, 2, 2, _TWO_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
+    newer, newer_step = _pack_row(others, 2, 2, _TWO_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
+    return (older, newer), (older_step, newer_step)
+
+
+@jit
+def _rotated_back(vectors, HEAD_SIZE: tl.constexpr):
+    first, second = rotated_back(vectors[0], HEAD_SIZE), rotated_back(vectors[1], HEAD_SIZE)
+    return first, second, rotated_back(vectors[2], HEAD_SIZE), rotated_back(vectors[3], HEAD_SIZE)
+
+
+@jit
+def _pairs_rotated_back(vectors, HEAD_SIZE: tl.constexpr):
+    first, second = (vectors[0] + vectors[1]) * 0.5, (vectors[2] + vectors[3]) * 0.5
+    third, fourth = (vectors[4] + vectors[5]) * 0.5, (vectors[6] + vectors[7]) * 0.5
+    return _rotated_back((first, second, third, fourth), HEAD_SIZE)
+
+
+class Parts(StatisticsKind):
+    """The mean keys of equal parts of a page, a few bits per element; R is the rotation of `rotate`, or the identity:
+
+    x_j = R (1/|P_j|) sum_(i in P_j) k_i        s_p(q) = max_j (R q) . x_j
+    """
+
+    codes: ClassVar[Codes]
+    is_rotated: ClassVar[bool] = False
+    """Whether R is a rotation. Without one the step follows the largest dimensions, and two bits lose all others."""
+
+    @property
+    def is_fused(self) -> bool:
+        """See `StatisticsKind.is_fused`: the CUDA kernels read these codes."""
+        return True
+
+    @classmethod
+    def summarise(cls, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summarise`."""
+        means = keys.unflatten(-2, (cls.vectors, -1)).mean(dim=-2)
+        return rotate(means) if cls.is_rotated else means, None
+
+    @classmethod
+    def features(cls, query: torch.Tensor, std_weight: float) -> torch.Tensor:
+        """See `StatisticsKind.features`: the query, rotated like the record, for every vector."""
+        turned = (rotate(query) if cls.is_rotated else query).unsqueeze(-2)
+        return turned.expand(*query.shape[:-1], cls.vectors, query.shape[-1])
+
+    @staticmethod
+    def combine(products: torch.Tensor) -> torch.Tensor:
+        """See `StatisticsKind.combine`: the largest."""
+        return products.amax(dim=-1)
+
+    @classmethod
+    def keys(cls, vectors: torch.Tensor) -> torch.Tensor:
+        """See `StatisticsKind.keys`: the means, rotated back."""
+        return rotate_back(vectors) if cls.is_rotated else vectors
+
+    @classmethod
+    def summary(cls, vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summary`: the means."""
+        return cls.keys(vectors), spread
+
+
+class Quarters(Parts):
+    """The mean key of each quarter of a page, with four bits per element.
+
+    The mean of a page hides a single key that matches the query; the mean of two keys does so less. Two quarters share
+    a step. The first two elements are not stored: the steps take their place.
+    """
+
+    name = "quarters"
+    vectors = 4
+    codes = _FOUR_BITS
+    formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
+    triton_summarise = _quarters_of
+    triton_pack = _pack_quarters
+
+
+class Sketch(Parts):
+    """The rotated quarters of a page, with two bits per element: the bytes of one 8-bit key. The page has one step."""
+
+    name = "sketch"
+    vectors = 4
+    is_rotated = True
+    codes = _TWO_BITS
+    formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
+    triton_summarise = _quarters_of
+    triton_pack = _pack_sketch
+    triton_summary_keys = _rotated_back
+
+
+class Eighths(Parts):
+    """The rotated eighths of a page, with two bits per element: in a page of 8, every key.
+
+    Four eighths share a step. After the rotation the first two elements are not stored: the steps take their place.
+    Sparse prefill reads the means of pairs, as many as quarters have.
+    """
+
+    name = "eighths"
+    vectors = 8
+    is_rotated = True
+    codes = replace(_TWO_BITS, vectors=8, dropped=2)
+    formats: ClassVar[tuple[RecordFormat, ...]] = ("int2x8",)
+    triton_summarise = _eighths_of
+    triton_pack = _pack_eighths
+    triton_summary_keys = _pairs_rotated_back
+
+    @classmethod
+    def summary(cls, vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summary`: the means of pairs."""
+        return cls.keys(vectors.unflatten(-2, (-1, 2)).mean(dim=-2)), spread
+
+    @property
+    def summary_keys(self) -> int:
+        """See `StatisticsKind.summary_keys`."""
+        return self.vectors // 2
