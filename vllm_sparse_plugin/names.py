@@ -14,7 +14,9 @@ BACKENDS: dict[str, str] = {
     "ZIPVL": "zipvl",
     "ZIPVL_PAPER": "zipvl_paper",
     "SNAPKV": "snapkv",
+    "SNAPKV_PAPER": "snapkv_paper",
     "PYRAMIDKV": "pyramidkv",
+    "PYRAMIDKV_PAPER": "pyramidkv_paper",
     "H2O": "h2o",
     "LOSSLESS": "lossless",
 }

@@ -118,7 +118,8 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        dense = dict.fromkeys(("ART", "ZIPVL", "ZIPVL_PAPER", "SNAPKV", "PYRAMIDKV", "H2O"), "dense")
+        compacting = "SNAPKV", "SNAPKV_PAPER", "PYRAMIDKV", "PYRAMIDKV_PAPER", "H2O"
+        dense = dict.fromkeys(("ART", "ZIPVL", "ZIPVL_PAPER", *compacting), "dense")
         policies = dense | dict.fromkeys(("UNIQUE_PAPER", "UNIQUE_PREFILL", "LOSSLESS"), "unique")
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy

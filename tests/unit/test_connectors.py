@@ -26,7 +26,8 @@ LAYER = "model.layers.0.self_attn.attn"
 BLOCK = 128
 
 CONTENTS = {
-    "quarters": {},
+    "eighths": {},
+    "quarters": {"selection": {"statistics": "quarters"}},
     "means in int8": {"selection": {"statistics": "int8"}},
     "means in bf16": {"selection": {"statistics": "bf16"}},
     "sketch": {"selection": {"statistics": "sketch"}},
@@ -87,7 +88,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
     for name, settings in (
         CONTENTS
         | {
-            "quarters again": {"selection": {"budget_tokens": 512}, "diagnostics": {"sample_every": 7}},
+            "eighths again": {"selection": {"budget_tokens": 1024}, "diagnostics": {"sample_every": 7}},
             "skipped groups again": {"routing": {"threshold": 0.5, "accept": "uncalibrated", "data": "another text"}},
         }
     ).items():
@@ -101,11 +102,11 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
         hashes[name] = compute_nixl_compatibility_hash(seen, "UNIQUE")
         assert config.model_config.model == model
     for names in (folders, hashes):
-        for name in ("quarters", "skipped groups"):
+        for name in ("eighths", "skipped groups"):
             assert names[f"{name} again"] == names[name]
         assert len(set(names.values())) == len(CONTENTS)
-    assert Path(folders["quarters"]).name.startswith(
-        model.replace("/", "_") + "+statistics1+quarters-int4-page8-block128-head64-bfloat16+decode-"
+    assert Path(folders["eighths"]).name.startswith(
+        model.replace("/", "_") + "+statistics1+eighths-int2x8-page8-block128-head64-bfloat16+decode-"
     )
 
 
@@ -131,7 +132,7 @@ def test_the_files_of_an_engine_are_in_a_folder_that_says_what_they_hold(model, 
         connector.scheduler.manager.shutdown()
         made.append({path.name for path in tmp_path.iterdir()} - set().union(*made))
     assert [len(names) for names in made] == [1, 1]
-    for names, kind in zip(made, ("quarters-int4", "mean_and_spread-int8"), strict=True):
+    for names, kind in zip(made, ("eighths-int2x8", "mean_and_spread-int8"), strict=True):
         (name,) = names
         assert kind in name
         assert kind in json.loads((tmp_path / name / "config.json").read_text())["model_name"]

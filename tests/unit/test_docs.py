@@ -195,6 +195,7 @@ def test_links_to_files_lead_somewhere(path):
 def test_every_backend_has_a_page_with_the_same_questions():
     for backend in BACKENDS.values():
         pages = {"unique_paper": "unique", "unique_prefill": "prefill", "zipvl_paper": "zipvl"}
+        pages |= dict.fromkeys(("snapkv_paper", "pyramidkv_paper"), "compaction")
         method = (pages | dict.fromkeys(("snapkv", "pyramidkv", "h2o"), "compaction")).get(backend, backend)
         page = (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")
         assert f"--attention-backend {backend}" in page

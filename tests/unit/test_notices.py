@@ -15,6 +15,7 @@ CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
 LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'quarters', "
 PROMPTS = "sparse_attention.prefill: prompts attend sparsely, "
+POOL = "sparse_attention.compaction.pool_tokens: 5 keeps parts of long answers only; "
 ZERO = "sparse_attention.prefill.others: zero, as published, keeps 64 % of dense attention's next-token agreement "
 CUBIC_ROUTING = {"cubic": [0.5, 0, 0, 0], "longest": 4096}
 CASES = {
@@ -43,6 +44,9 @@ CASES = {
     "outputs of zero beside decoding": (
         "unique", {"prefill": {"method": "zipvl", "others": "zero"}}, "auto", [PROMPTS, ZERO],
     ),
+    "narrow pools": ("snapkv_paper", {}, "auto", [POOL]),
+    "narrow pools by layer": ("pyramidkv_paper", {}, "auto", [POOL]),
+    "wide pools": ("snapkv", {}, "auto", []),
     "infllm": ("infllm", {}, "auto", [INFLLM]),
     "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [INFLLM]),
     "lambda spelled out": ("unique", {"selection": {"lambda": 1.0}}, "auto", [LAMBDA]),
@@ -66,7 +70,7 @@ def test_what_is_said_of_a_configuration(case):
 
 @pytest.mark.parametrize(
     ("selection", "statistics"),
-    [({}, "quarters"), ({"statistics": "quarters"}, "quarters"), ({"statistics": "sketch"}, "sketch")],
+    [({}, "eighths"), ({"statistics": "quarters"}, "quarters"), ({"statistics": "sketch"}, "sketch")],
 )
 def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, statistics, tmp_path):
     with pytest.raises(ConfigurationError) as caught:
@@ -80,9 +84,10 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
         notices.notices_of(resolve({"config": str(tmp_path / "mine.yaml"), "selection": selection}, "unique"), "auto")
 
 
-def test_our_presets_say_nothing_but_of_sinkrouter_infllm_and_sparse_prefill():
+def test_presets_say_what_they_lose_and_the_others_say_nothing():
     saying = [name for name, preset in BACKENDS.items() if notices.notices_of(resolve(None, preset), "auto")]
-    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL", "ZIPVL_PAPER"]
+    published = ["ZIPVL_PAPER", "SNAPKV_PAPER", "PYRAMIDKV_PAPER"]
+    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL", *published]
 
 
 @pytest.fixture

@@ -130,14 +130,16 @@ class SnapKVCompaction(Compaction):
     """Name of the method."""
     window_tokens: Annotated[int, Field(ge=1, le=512)] = 32
     """Newest tokens of the prompt; they vote and are kept."""
-    pool_tokens: Literal[1, 3, 5, 7, 9, 11, 13] = 5
-    """A token takes the largest vote among this many tokens around it; 1: its own."""
+    pool_tokens: Annotated[int, Field(ge=1, le=99)] = 25
+    """A token takes the largest vote among this many tokens around it, an odd number; 1: its own."""
 
-    @field_validator("pool_tokens", mode="before")
+    @field_validator("pool_tokens")
     @classmethod
-    def _no_boolean(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # which equals 1
-            raise ValueError
+    def _is_odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise PydanticCustomError(
+                "sentence", "pool_tokens: got {got}, allowed: an odd number from 1 to 99", {"got": value}
+            )
         return value
 
     @property

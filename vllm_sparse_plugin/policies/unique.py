@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
 
 
+CODES = ("eighths", "quarters", "sketch")
+"""Statistics that are keys with a few bits per element: they have no deviation, and estimate attention weight."""
+
+
 class UniqueSelection(ScoredSelection):
     """UNIQUE: score every page by small statistics of its keys, read the best ones."""
 
     statistics_kind = "mean_and_spread"
     departure = (
-        "By default it scores the means of a page's quarters in place of the paper's mean and standard deviation, and "
-        "always reads the newest complete page; the preset unique_paper does neither."
+        "By default it scores all keys of a page, with two bits per element, in place of the paper's mean and standard "
+        "deviation, and always reads the newest complete page; the preset unique_paper does neither."
     )
-    statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
-    """Statistics of a page's keys; `auto` is `quarters`, or `int8` in an 8-bit cache."""
+    statistics: Literal["auto", "eighths", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
+    """Statistics of a page's keys; `auto` is `eighths`, or `int8` in an 8-bit cache."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
@@ -50,7 +54,7 @@ class UniqueSelection(ScoredSelection):
         if self.coverage is not None and not self.estimates_weight:
             raise PydanticCustomError(
                 "sentence",
-                "coverage: got {coverage} with statistics '{statistics}', allowed: quarters or sketch",
+                "coverage: got {coverage} with statistics '{statistics}', allowed: eighths, quarters or sketch",
                 {"coverage": self.coverage, "statistics": self.statistics},
             )
         return self
@@ -58,7 +62,7 @@ class UniqueSelection(ScoredSelection):
     @property
     def estimates_weight(self) -> bool:
         """Whether the statistics of a 16-bit cache estimate the attention weight of a page."""
-        return self.statistics_in(2) in ("quarters", "sketch")
+        return self.statistics_in(2) in CODES
 
     def covering(self, share: float) -> PagesRead:
         """Returns the limits for a coverage."""
@@ -73,21 +77,21 @@ class UniqueSelection(ScoredSelection):
     def std_weight(self) -> float:
         return self.lambda_
 
-    def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
+    def statistics_in(self, cache_itemsize: int) -> Literal["eighths", "quarters", "sketch", "int8", "fp8", "bf16"]:
         """Returns `statistics`, with `auto` replaced.
 
         Args:
             cache_itemsize: bytes of an element of the KV cache.
         """
         if self.statistics == "auto":
-            return "quarters" if cache_itemsize > 1 else "int8"
+            return "eighths" if cache_itemsize > 1 else "int8"
         return self.statistics
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
         statistics = self.statistics_in(cache_itemsize)
-        if statistics == "quarters" or statistics == "sketch":
+        if statistics == "eighths" or statistics == "quarters" or statistics == "sketch":
             kind = KINDS[statistics]
             return StatisticsLayout(self.page_size, head_size, kind.formats[0], cache_itemsize, kind)
         return StatisticsLayout(self.page_size, head_size, statistics, cache_itemsize)

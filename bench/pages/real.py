@@ -1,0 +1,135 @@
+"""Blocks about a pretrained model, from the results of `research.real`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run
+from vllm_sparse_plugin.tools.eval.statistics import estimate_excess
+
+_REAL = RESULTS / "h200" / "real"
+DECODE, PREFILL, ANSWERS, ROUTING = (_REAL / f"{name}.jsonl" for name in ("decode", "prefill", "answers", "routing"))
+_NOISE, _DENSE = "noise", "dense"
+"""Arms: dense attention in float32, and dense attention."""
+_DECODED = 128
+"""Tokens of a text that are decoded."""
+_PAGE_TOKENS = 8
+_PROSE, _TEXT_TOKENS = "prose", 7680
+STATISTICS = {
+    "keys2_best": "`eighths`",
+    "quarters4": "`quarters`",
+    "mean8_deviation": "`int8`",
+    "quest8": "bounds of `quest`, 8 bits",
+    "oracle": "true attention weight (a bound)",
+}
+FORMS = {
+    "zipvl": "`zipvl_paper`: tau 0.975",
+    "rows": "all tokens attend to important ones",
+    "rows_local64": "`zipvl`: and to the newest 64; tau 0.975",
+    "rows_local64_95": "the same, tau 0.95",
+    "rows_local64_90": "the same, tau 0.9",
+}
+RULES = {
+    "pool25": "`snapkv`: `pool_tokens` 25",
+    "pool49": "`pool_tokens` 49",
+    "pool13": "`pool_tokens` 13",
+    "snapkv": "`snapkv_paper`: `pool_tokens` 5",
+    "window64_25": "`pool_tokens` 25, `window_tokens` 64",
+    "page16": "votes of whole blocks",
+    "repeat": "votes of a second reading (KVzip)",
+    "expected": "expected attention",
+    "answer25": "votes of the answer itself (a bound)",
+}
+ROUTES = {
+    "cosine": "cosine of query and first key (SinkRouter)",
+    "mass_before_sink": "weight of the first token in the step before",
+    "static": "fixed groups",
+    "energy_before": "output norm in the step before",
+    "mass_sink": "weight of the first token (a bound)",
+    "energy": "output norm (a bound)",
+}
+_RESAMPLES = 2000
+
+
+def excess(arm: str, budget_tokens: int, kind: str = _PROSE, context: int = _TEXT_TOKENS) -> str:
+    """The share of next tokens that change beyond those that float32 changes, with its interval."""
+    rows = [row for row in _rows(DECODE) if row.get("kind") == kind and row["context_tokens"] == context]
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    found = {
+        row["text"]: row["agreement"]
+        for row in rows
+        if row["arm"] == arm and row["pages"] * _PAGE_TOKENS == budget_tokens
+    }
+    more = estimate_excess([noise[text] for text in found], list(found.values()), _DECODED)
+    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
+
+
+def decode() -> Block:
+    """Changed next tokens by statistics and budget."""
+    budgets = sorted({row["pages"] * _PAGE_TOKENS for row in _rows(DECODE) if "pages" in row})
+    lines = [[name, *(excess(arm, budget) for budget in budgets)] for arm, name in STATISTICS.items()]
+    return Block(table(["statistics", *(f"{budget:,} tokens" for budget in budgets)], lines), [DECODE])
+
+
+def prefill() -> Block:
+    """ZipVL's forms: next tokens of dense attention, and operations."""
+    rows = _rows(PREFILL)
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    lines = []
+    for arm, name in FORMS.items():
+        found = [row for row in rows if row["arm"] == arm]
+        share = _ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found])
+        lines.append([name, share, f"{_mean(row['attention_flops'] for row in found):.0%}"])
+    return Block(
+        table(["form", "next tokens of dense, over dense in float32", "operations of attention"], lines), [PREFILL]
+    )
+
+
+def answers() -> Block:
+    """Eviction rules: RULER over dense attention."""
+    rows = [row for row in _rows(ANSWERS) if "score" in row]
+    dense = {row["name"]: row["score"] for row in rows if row["arm"] == _DENSE}
+    lines = []
+    for arm, name in RULES.items():
+        found = [row for row in rows if row["arm"] == arm]
+        survive = [row["survive"] for row in found if "survive" in row]
+        share = _ratio([row["score"] for row in found], [dense[row["name"]] for row in found])
+        lines.append([name, share, f"{_mean(survive):.2f}"])
+    return Block(table(["rule", "RULER score over dense", "heads that keep a whole answer"], lines), [ANSWERS])
+
+
+def routing() -> Block:
+    """Routing rules: next tokens of dense attention by share of skipped groups."""
+    rows = [row for row in _rows(ROUTING) if "agreement" in row]
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    shares = sorted({row["share"] for row in rows if "share" in row})
+    lines = []
+    for arm, name in ROUTES.items():
+        cells = []
+        for share in shares:
+            found = [row for row in rows if row["arm"] == arm and row.get("share") == share]
+            cells.append(_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found]))
+        lines.append([name, *cells])
+    return Block(table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines), [ROUTING])
+
+
+def _rows(path: Path) -> list[Row]:
+    return read_run(path).rows
+
+
+def _ratio(scores: Sequence[float], dense: Sequence[float]) -> str:
+    """A sum of scores over that of dense attention, with a 95 % bootstrap interval over texts."""
+    pairs = np.array([scores, dense])
+    drawn = np.random.default_rng(0).integers(len(scores), size=(_RESAMPLES, len(scores)))
+    sums = pairs[:, drawn].sum(axis=-1)
+    low, high = np.quantile(sums[0] / sums[1], [0.025, 0.975])
+    return f"{pairs[0].sum() / pairs[1].sum():.2f} ({low:.2f} to {high:.2f})"
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
