@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, SnapKVCompaction, ZipVLPrefill
+from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, SnapKVCompaction, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
@@ -79,6 +79,11 @@ class Situation(NamedTuple):
         return isinstance(compaction, SnapKVCompaction) and compaction.pool_tokens < WIDE_POOL
 
     @property
+    def has_heavy_hitters(self) -> bool:
+        """Whether all queries of a prompt say which tokens are kept."""
+        return isinstance(self.config.compaction, H2OCompaction)
+
+    @property
     def has_zero_outputs(self) -> bool:
         """Whether tokens that are not important have an output of zero in the prefill."""
         prefill = self.config.prefill
@@ -143,6 +148,13 @@ def _about_narrow_pools(situation: Situation) -> str:
     )
 
 
+def _about_heavy_hitters(situation: Situation) -> str:
+    return (
+        f"{KEY}.compaction.method: h2o keeps tokens that all of a prompt attends to, seldom single facts; on SmolLM2-135M "
+        "a quarter of a prompt keeps 11 % of dense attention's RULER score; snapkv keeps 98 %."
+    )
+
+
 def _about_zero_outputs(situation: Situation) -> str:
     return (
         f"{KEY}.prefill.others: zero, as published, keeps 64 % of dense attention's next-token agreement on "
@@ -161,6 +173,7 @@ NOTICES: tuple[Notice, ...] = (
     Notice(lambda situation: situation.has_threshold_of_no_model, _about_threshold_of_no_model),
     Notice(lambda situation: situation.config.config.prefill is not None, _about_sparse_prefill),
     Notice(lambda situation: situation.has_narrow_pools, _about_narrow_pools),
+    Notice(lambda situation: situation.has_heavy_hitters, _about_heavy_hitters),
     Notice(lambda situation: situation.has_zero_outputs, _about_zero_outputs),
     Notice(lambda situation: isinstance(situation.config.selection, InfLLMSelection), _about_departure),
 )

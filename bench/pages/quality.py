@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.tools.eval.noise import MEASURES
 from vllm_sparse_plugin.tools.eval.report import mean_shares
 from vllm_sparse_plugin.tools.eval.results import read_results
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
@@ -42,23 +41,6 @@ def share_right(answers: list[Row], **where: Any) -> str:
     """The share of right answers among rows with the given values of columns."""
     correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
     return f"{sum(correct)}/{len(correct)}" if correct else "-"
-
-
-def answers_in_short() -> Block:
-    """Decoded needles, and next tokens of text, in one sentence each."""
-    paths = [_H200 / "needles" / f"{name}.jsonl" for name in ("512", "dense")]
-    scores = [[result.score for result in read_results(path).results.values()] for path in paths]
-    right = [f"{sum(found):.0f} of {len(found)}" for found in scores]
-    default, wide = _agreements()
-    text = (
-        f"needle-8m, a small model of this repository, answers {right[0]} questions about facts hidden in "
-        f"{_NEEDLE_TOKENS:,} tokens with `unique`, and {right[1]} with dense attention. The question is fed token by "
-        "token, so decode steps read the document. On text of 4,096 tokens, `unique` predicts the same next token as "
-        f"dense attention at {default:.1%} of the positions with the default budget of 512 tokens, and at {wide:.1%} "
-        "with 2,048 tokens. Dense attention does not repeat itself in other batches either; these runs did not measure "
-        "how often."
-    )
-    return Block(wrap(text, ""), [*paths, *_NEXT_TOKEN_FILES])
 
 
 def look_alikes() -> Block:
@@ -191,17 +173,6 @@ def trained_served() -> Block:
             lines.append([where, name, right, gap])
         sources += paths
     return Block(table(["served on", "model", "right", "minus the first row of the machine, paired"], lines), sources)
-
-
-_NEXT_TOKEN_FILES = [_CPU / "next-tokens" / f"{name}.jsonl" for name in ("dense", "unique512", "unique2048")]
-"""Runs over the same text, dense attention first."""
-
-
-def _agreements() -> list[float]:
-    """The share of positions at which each sparse run predicts the same next token as the dense run."""
-    dense, *others = (read_results(path).results for path in _NEXT_TOKEN_FILES)
-    measure = MEASURES["agreement"].of
-    return [estimate_mean([measure(dense[name], found) for name, found in run.items()]).value for run in others]
 
 
 def mixes() -> Block:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.tools.eval.statistics import estimate_excess
+from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean
 
 _REAL = RESULTS / "h200" / "real"
-DECODE, PREFILL, ANSWERS, ROUTING = (_REAL / f"{name}.jsonl" for name in ("decode", "prefill", "answers", "routing"))
+DECODE, PREFILL, ROUTING, SERVED, RULER = (
+    _REAL / f"{name}.jsonl" for name in ("decode", "prefill", "routing", "served", "ruler")
+)
+ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
 _NOISE, _DENSE = "noise", "dense"
 """Arms: dense attention in float32, and dense attention."""
 _DECODED = 128
@@ -42,6 +45,10 @@ RULES = {
     "page16": "votes of whole blocks",
     "repeat": "votes of a second reading (KVzip)",
     "expected": "expected attention",
+    "pyramid25": "`pyramidkv`: `pool_tokens` 25",
+    "pyramid": "`pyramidkv_paper`: `pool_tokens` 5",
+    "h2o": "`h2o`",
+    "h2o25": "`h2o` with votes pooled over 25 tokens",
     "answer25": "votes of the answer itself (a bound)",
 }
 ROUTES = {
@@ -52,6 +59,17 @@ ROUTES = {
     "mass_sink": "weight of the first token (a bound)",
     "energy": "output norm (a bound)",
 }
+_KEPT = 0.25
+"""Share of a prompt that is kept."""
+SETTINGS = {
+    "unique-1024": "`unique`",
+    "unique-512": "`unique`, 512 tokens",
+    "zipvl": "`zipvl`",
+    "zipvl_paper": "`zipvl_paper`",
+    "snapkv-1024": "`snapkv`",
+    "snapkv_paper-1024": "`snapkv_paper`",
+}
+_AGAIN = "dense-again"
 _RESAMPLES = 2000
 
 
@@ -91,15 +109,19 @@ def prefill() -> Block:
 
 def answers() -> Block:
     """Eviction rules: RULER over dense attention."""
-    rows = [row for row in _rows(ANSWERS) if "score" in row]
-    dense = {row["name"]: row["score"] for row in rows if row["arm"] == _DENSE}
+    rows: dict[tuple[str, str], Row] = {}
+    for path in ANSWERS:
+        for row in _rows(path):
+            if "score" in row and row["ratio"] in (_KEPT, 1.0):
+                rows.setdefault((row["arm"], row["name"]), row)
+    dense = {name: row["score"] for (arm, name), row in rows.items() if arm == _DENSE}
     lines = []
     for arm, name in RULES.items():
-        found = [row for row in rows if row["arm"] == arm]
+        found = [row for row in rows.values() if row["arm"] == arm]
         survive = [row["survive"] for row in found if "survive" in row]
         share = _ratio([row["score"] for row in found], [dense[row["name"]] for row in found])
         lines.append([name, share, f"{_mean(survive):.2f}"])
-    return Block(table(["rule", "RULER score over dense", "heads that keep a whole answer"], lines), [ANSWERS])
+    return Block(table(["rule", "RULER score over dense", "heads that keep a whole answer"], lines), list(ANSWERS))
 
 
 def routing() -> Block:
@@ -115,6 +137,67 @@ def routing() -> Block:
             cells.append(_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found]))
         lines.append([name, *cells])
     return Block(table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines), [ROUTING])
+
+
+def served() -> Block:
+    """What vLLM decodes of essays, beside dense attention in other batches."""
+    rows = _rows(SERVED)
+    again = {row["id"]: row["agreement"] for row in rows if row["setting"] == _AGAIN}
+    lines = [["dense attention in other batches", f"{_mean(again.values()):.1%}", "", ""]]
+    for setting, name in SETTINGS.items():
+        found = {row["id"]: row for row in rows if row["setting"] == setting}
+        same, nats = (_mean(row[column] for row in found.values()) for column in ("agreement", "nll"))
+        lines.append([name, f"{same:.1%}", _served_excess(setting), f"{nats:.3f}"])
+    headings = ["setting", "same next token as dense", "changed beyond dense in other batches", "more nats per token"]
+    return Block(table(headings, lines), [SERVED])
+
+
+def in_short() -> Block:
+    """The loss of the default on a pretrained model, in a paragraph."""
+    rows = _rows(RULER)
+    scores = []
+    for context in sorted({row["context_tokens"] for row in rows}):
+        found = [
+            estimate_mean([row["score"] for row in rows if (row["setting"], row["context_tokens"]) == (name, context)])
+            for name in ("unique", _DENSE)
+        ]
+        means = [f"{each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in found]
+        scores.append(f"{means[0]} at {context:,} tokens (dense: {means[1]})")
+    text = (
+        f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {_served_excess('unique-1024')} of the "
+        "next tokens beyond those that dense attention changes in other batches. Its RULER score, questions decoded, "
+        f"is {' and '.join(scores)}."
+    )
+    return Block(wrap(text, ""), [SERVED, RULER])
+
+
+def _served_excess(setting: str) -> str:
+    rows = _rows(SERVED)
+    again = {row["id"]: row["agreement"] for row in rows if row["setting"] == _AGAIN}
+    found = {row["id"]: row["agreement"] for row in rows if row["setting"] == setting}
+    more = estimate_excess([again[text] for text in found], list(found.values()), _DECODED)
+    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
+
+
+def ruler() -> Block:
+    """RULER by task, answered by vLLM."""
+    rows = _rows(RULER)
+    contexts = sorted({row["context_tokens"] for row in rows})
+    lines = []
+    for task in [*dict.fromkeys(row["task"] for row in rows), None]:
+        line = [f"`{task}`" if task else "all"]
+        for context in contexts:
+            for setting in (_DENSE, "unique"):
+                scores = [
+                    row["score"]
+                    for row in rows
+                    if (row["setting"], row["context_tokens"]) == (setting, context) and task in (None, row["task"])
+                ]
+                mean = estimate_mean(scores)
+                line.append(f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})")
+        lines.append(line)
+    headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
+    return Block(table(["task", *headings], lines), [RULER])
 
 
 def _rows(path: Path) -> list[Row]:

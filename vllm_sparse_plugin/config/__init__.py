@@ -3,7 +3,7 @@
 This package needs neither vLLM nor torch.
 """
 
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, SnapKVCompaction
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, SnapKVCompaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
@@ -22,6 +22,7 @@ __all__ = [
     "Compaction",
     "Diagnostics",
     "DraftRule",
+    "H2OCompaction",
     "Lossless",
     "ResolvedConfig",
     "Retention",
