@@ -38,9 +38,14 @@ def configuration() -> Block:
 def _merged(variants: Sequence[tuple[str, str, str]]) -> list[str]:
     """Default and meaning of a key that models of a section may define differently."""
     defaults, owners, meanings = zip(*variants, strict=True)
-    several = (f"`{default}` ({owner})" for default, owner, _ in variants)
-    default = ", ".join(several) if len(set(defaults)) > 1 else f"`{defaults[0]}`"
-    if len(set(meanings)) == 1:
+    one_meaning = len(set(meanings)) == 1
+    if len(set(defaults)) > 1:
+        default = ", ".join(f"`{default}` ({owner})" for default, owner, _ in variants)
+        if one_meaning:  # the default names every owner
+            return [default, meanings[0]]
+    else:
+        default = f"`{defaults[0]}`"
+    if one_meaning:
         owners = (", ".join(filter(None, owners)),)
     sentences = (
         f"*{owner}:* {meaning}" if owner else meaning for owner, meaning in zip(owners, meanings, strict=False)
