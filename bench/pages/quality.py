@@ -49,13 +49,13 @@ def answers_in_short() -> Block:
     paths = [_H200 / "needles" / f"{name}.jsonl" for name in ("512", "dense")]
     scores = [[result.score for result in read_results(path).results.values()] for path in paths]
     right = [f"{sum(found):.0f} of {len(found)}" for found in scores]
-    default, wide = _agreements()
+    narrow, wide = _agreements()
     text = (
         f"needle-8m, a small model of this repository, answers {right[0]} questions about facts hidden in "
         f"{_NEEDLE_TOKENS:,} tokens with `unique`, and {right[1]} with dense attention. The question is fed token by "
         "token, so decode steps read the document. On text of 4,096 tokens, `unique` predicts the same next token as "
-        f"dense attention at {default:.1%} of the positions with the default budget of 512 tokens, and at {wide:.1%} "
-        "with 2,048 tokens. Dense attention does not repeat itself in other batches either; these runs did not measure "
+        f"dense attention at {narrow:.1%} of the positions with a budget of 512 tokens, and at {wide:.1%} with "
+        "2,048 tokens. Dense attention does not repeat itself in other batches either; these runs did not measure "
         "how often."
     )
     return Block(wrap(text, ""), [*paths, *_NEXT_TOKEN_FILES])
