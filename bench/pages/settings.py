@@ -38,9 +38,14 @@ def configuration() -> Block:
 def _merged(variants: Sequence[tuple[str, str, str]]) -> list[str]:
     """Default and meaning of a key that models of a section may define differently."""
     defaults, owners, meanings = zip(*variants, strict=True)
-    several = (f"`{default}` ({owner})" for default, owner, _ in variants)
-    default = ", ".join(several) if len(set(defaults)) > 1 else f"`{defaults[0]}`"
-    if len(set(meanings)) == 1:
+    one_meaning = len(set(meanings)) == 1
+    if len(set(defaults)) > 1:
+        default = ", ".join(f"`{default}` ({owner})" for default, owner, _ in variants)
+        if one_meaning:  # the default names every owner
+            return [default, meanings[0]]
+    else:
+        default = f"`{defaults[0]}`"
+    if one_meaning:
         owners = (", ".join(filter(None, owners)),)
     sentences = (
         f"*{owner}:* {meaning}" if owner else meaning for owner, meaning in zip(owners, meanings, strict=False)
@@ -67,7 +72,7 @@ def statistics_memory() -> Block:
     """Memory of page statistics relative to the cache, by policy and format."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for preset, formats in (
-        ("unique", ("quarters", "sketch", "int8", "fp8", "bf16")),
+        ("unique", ("eighths", "quarters", "sketch", "int8", "fp8", "bf16")),
         ("quest", ("int8", "bf16")),
         ("infllm", ("int8", "bf16")),
     ):

@@ -109,7 +109,8 @@ def test_who_is_to_blame_for_an_exception():
 
 def test_every_preset_of_a_backend_is_a_way():
     of_prompts = {"unique_prefill", "zipvl", "zipvl_paper"}  # they do not change decode steps
-    shrinking = {"snapkv", "pyramidkv", "h2o"}  # they drop tokens, and are refused for many families
+    # They drop tokens, and are refused for many families.
+    shrinking = {"snapkv", "snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o"}
     drafting = {"lossless"}  # answers are dense, and it is refused for many families
     assert set(WAYS) == {*BACKENDS.values(), "every page"} - of_prompts - shrinking - drafting
     assert len({family.name for family in FAMILIES.values()}) == len(FAMILIES)

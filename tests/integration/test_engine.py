@@ -21,6 +21,8 @@ from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_ser
 
 CONTEXT = 4096
 DENSE = {"sparse": "dense"}
+BUDGET = {"selection": {"budget_tokens": 512}}
+"""An eighth of the context."""
 _CHAT = [{"role": "user", "content": "?"}]
 ENDPOINTS = {
     "completions": {"prompt": "?"},
@@ -100,7 +102,7 @@ def unique_server(questions, tmp_path_factory):
     """
     arguments = ("--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
     arguments += ("--max-model-len", "auto", "--api-server-count", "2")
-    settings = server("unique", *arguments, config={"diagnostics": {"sample_every": 4}})
+    settings = server("unique", *arguments, config={**BUDGET, "diagnostics": {"sample_every": 4}})
     with run_server("unique", settings, Console()) as client:
         first, hits = [], []
         for question in questions:
@@ -211,14 +213,14 @@ def test_two_api_servers_check_every_request_and_share_the_metrics_of_one_engine
 
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):
-    with run_engine("unique", max_num_batched_tokens=512, enable_prefix_caching=False) as engine:
+    with run_engine("unique", BUDGET, max_num_batched_tokens=512, enable_prefix_caching=False) as engine:
         # One of each document.
         assert engine.answer([question.prompt for question in questions[::2]]) == answers[0][::2]
 
 
 def test_ngram_speculation_keeps_greedy_answers(questions, answers):
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    with run_engine("unique", speculative_config=speculation) as engine:
+    with run_engine("unique", BUDGET, speculative_config=speculation) as engine:
         assert engine.answer([question.prompt for question in questions]) == answers[0]
         assert engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0
         # Nothing repeats in such a short prompt, so one step has no draft.
@@ -234,7 +236,7 @@ def test_preempted_requests_finish_with_right_answers():
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(4)]
-    config = {"selection": {"budget_tokens": 512}, "min_context_tokens": 0}
+    config = {**BUDGET, "min_context_tokens": 0}
     with run_engine("unique", config, num_gpu_blocks_override=130, max_model_len=7000) as engine:
         replies = engine.answer([question.prompt for question in asked], max_tokens=100, ignore_eos=True)
         assert engine.metric("vllm:num_preemptions_total") > 0

@@ -213,6 +213,8 @@ CHOICES = [
     (256, 255, 300, CompactionRule(sink_tokens=4, pool_tokens=5)),
     (257, 257, 257, CompactionRule(sink_tokens=4, pool_tokens=5)),
     (513, 100, 490, CompactionRule(sink_tokens=4, pool_tokens=1)),
+    (300, 100, 270, CompactionRule(sink_tokens=4, pool_tokens=25)),
+    (60, 20, 50, CompactionRule(sink_tokens=4, pool_tokens=99)),
 ]
 """Candidates, number of kept tokens, and the first token of the window: around 256, which a program counts at a
 time."""
@@ -233,7 +235,10 @@ def test_tokens_are_those_of_a_stable_sort(choice, monkeypatch):
 @pytest.mark.parametrize("candidates", [1, 40, 1023, 1024, 1025, 8191, 8192, 8193, 32768, 131071])
 def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
     for kept in {1, -(-candidates // 4), max(candidates - 1, 1), candidates}:
-        for first_of_window, sinks, pool in ((max(candidates - 20, 0), 4, 5), (candidates + 20, 0, 1), (0, 4, 9)):
+        before_window = max(candidates - 20, 0)
+        for first_of_window, sinks, pool in (
+            (before_window, 4, 5), (before_window, 4, 25), (before_window, 4, 99), (candidates + 20, 0, 1), (0, 4, 9),
+        ):  # fmt: skip
             rule = CompactionRule(sink_tokens=sinks, pool_tokens=pool)
             check_choice(candidates, kept, first_of_window, rule, "cuda")
 
@@ -241,7 +246,7 @@ def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("head_size", [16, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", [None, "quarters", "bounds"])
+@pytest.mark.parametrize("kind", [None, "eighths", "quarters", "bounds"])
 def test_triton_moves_what_torch_does(dtype, kind, head_size):
     from sparse_kernels.compaction import triton
 

@@ -56,18 +56,19 @@ def test_the_share_that_is_read_falls_with_the_context_and_grows_with_the_budget
 
 
 def test_bytes_count_statistics_and_keys_the_incomplete_page():
-    # Head size 64: 256 bytes of a token's key and value, 128 of a page's quarters, 68 of an 8-bit mean and spread.
+    # Head size 64: 256 bytes of a token's key and value, 128 of a page's eighths, 68 of an 8-bit mean and spread.
     unique = next(policy for policy in SELECTIONS if policy.name() == "unique")
-    assert selecting(unique).shares(4098)[:3] == (515 / 4099, 1, (515 * 256 + 512 * 128) / (4099 * 256))
-    assert selecting(unique, statistics="int8").shares(4095).bytes_read == (512 * 256 + 512 * 68) / (4096 * 256)
+    assert selecting(unique).shares(4098)[:3] == (1027 / 4099, 1, (1027 * 256 + 512 * 128) / (4099 * 256))
+    assert selecting(unique, statistics="int8").shares(4095).bytes_read == (1024 * 256 + 512 * 68) / (4096 * 256)
     eight_bit = replace(selecting(unique), itemsize=1)
-    assert eight_bit.shares(4095).bytes_read == (512 * 128 + 512 * 68) / (4096 * 128)
+    assert eight_bit.shares(4095).bytes_read == (1024 * 128 + 512 * 68) / (4096 * 128)
     assert selecting(unique).shares(4095).bytes_kept == 1 + 1 / 16
 
 
 def test_short_contexts_are_read_whole_as_a_server_does():
-    assert model("unique").shares(1022).read == 1
-    assert model("unique").shares(1023).read == 512 / 1024
+    reading = model("unique", {"selection": {"budget_tokens": 512}})
+    assert reading.shares(1022).read == 1
+    assert reading.shares(1023).read == 512 / 1024
 
 
 @pytest.mark.parametrize("preset", ["snapkv", "h2o"])
@@ -92,7 +93,7 @@ def test_layers_of_pyramidkv_keep_unlike_numbers_of_blocks():
 
 def test_a_selection_over_what_eviction_keeps_counts_the_whole_context():
     """The finding that began this account: 515 keys of 7,000, not of the 1,100 that are kept."""
-    shares = model("unique", {"compaction": {"method": "snapkv"}}).shares(7050)
+    shares = model("unique", {"selection": {"budget_tokens": 512}, "compaction": {"method": "snapkv"}}).shares(7050)
     assert shares.kept == pytest.approx((7051 - 94 * 64) / 7051)
     assert shares.read == (512 + 7051 % 8) / 7051
     assert shares.bytes_kept == pytest.approx(shares.kept * 17 / 16)

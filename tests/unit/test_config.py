@@ -127,7 +127,7 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
 
 def test_unique_paper_is_what_was_published():
     published = resolve(None, "unique_paper").selection
-    assert published == UniqueSelection(statistics="bf16", recent_pages=0)
+    assert published == UniqueSelection(budget_tokens=512, statistics="bf16", recent_pages=0)
     assert (published.page_size, published.budget_pages, published.lambda_) == (8, 64, 1.0)
     assert (published.reserved_pages, published.sink_pages) == (1, 1)
     layout = published.statistics_layout(128, 2)
@@ -139,13 +139,13 @@ def test_each_source_wins_over_the_ones_before_it(tmp_path):
     given_settings = {}
     for key, value in (
         ("preset", "unique_wide"),
-        ("config", write(tmp_path, "selection: {budget_tokens: 1024, sink_pages: 2}\nfirst_dense_layers: 1\n")),
+        ("config", write(tmp_path, "selection: {budget_tokens: 512, sink_pages: 2}\nfirst_dense_layers: 1\n")),
         ("selection", {"budget_tokens": 256}),
     ):
         stages.append(resolve(given_settings, "unique"))
         given_settings[key] = value
     stages.append(resolve(given_settings, "unique"))
-    assert [stage.selection.budget_tokens for stage in stages] == [512, 2048, 1024, 256]
+    assert [stage.selection.budget_tokens for stage in stages] == [1024, 2048, 512, 256]
     assert [stage.sources["selection.budget_tokens"] for stage in stages] == [
         "backend preset unique",
         "preset unique_wide",
@@ -304,7 +304,13 @@ def test_a_setting_of_several_policies_is_described_once_with_their_names():
     described = {name: text for name, _, _, text in describe_fields()}
     assert described["selection.recent_pages"].startswith("unique, quest, infllm, mean: Newest complete pages")
     assert described["selection.lambda"].startswith("unique: ")
-    assert described["selection.budget_tokens"].startswith("Tokens of complete pages")
+    assert described["selection.sink_pages"].startswith("First pages that are always read")
+
+
+def test_a_setting_with_several_defaults_names_the_policies_of_each():
+    rows = [row for row in describe_fields() if row[0] == "selection.budget_tokens"]
+    named = [(default, text.partition(": ")[0]) for _, _, default, text in rows]
+    assert named == [(1024, "unique"), (512, "quest, infllm, mean, streaming_llm")]
 
 
 def test_policies_are_described_with_where_they_leave_their_papers():

@@ -18,8 +18,8 @@ ALLOWED_UNIQUE = (
 )
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
-    "art, dense, h2o, infllm, lossless, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, "
-    "unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
+    "art, dense, h2o, infllm, lossless, mean, pyramidkv, pyramidkv_paper, quest, sinkrouter, snapkv, snapkv_paper, "
+    "streaming_llm, unique, unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
 )
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "
@@ -184,6 +184,10 @@ BAD = {
     "compaction to half a token": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64.5}},
         "sparse_attention.compaction.budget_tokens: got 64.5, allowed: an integer from 16 to 16777216",
+    ),
+    "pool without a middle": (
+        {"compaction": {"method": "snapkv", "pool_tokens": 6}},
+        "sparse_attention.compaction.pool_tokens: got 6, allowed: an odd number from 1 to 99",
     ),
     "compaction to its sinks": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "sink_tokens": 64}},

@@ -79,12 +79,25 @@ def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
 
 
 def test_compaction_is_off_unless_it_is_asked_for_and_null_turns_it_off():
-    compacting = ("streaming_llm", "snapkv", "pyramidkv", "h2o")
+    compacting = ("streaming_llm", "snapkv", "snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o")
     for preset in BACKENDS.values():
         assert (resolve(None, preset).compaction is None) == (preset not in compacting)
     assert resolve(None, "streaming_llm").compaction == StreamingLLMCompaction(budget_tokens=512, sink_tokens=8)
     kept = resolve({"compaction": None}, "streaming_llm")
     assert (kept.compaction, kept.selection) == (None, resolve(None, "streaming_llm").selection)
+
+
+@pytest.mark.parametrize("tokens", [1, 25, 99])
+def test_votes_are_pooled_over_any_odd_number_of_tokens(tokens):
+    assert resolve({"compaction": {"pool_tokens": tokens}}, "pyramidkv").compaction.rule().pool_tokens == tokens
+
+
+def test_snapkv_pools_over_25_tokens_and_its_published_form_over_5():
+    pools = {name: resolve(None, name).compaction.pool_tokens for name in BACKENDS.values() if "kv" in name}
+    assert pools == {"snapkv": 25, "snapkv_paper": 5, "pyramidkv": 25, "pyramidkv_paper": 5}
+    for method in ("snapkv", "pyramidkv"):
+        published = resolve(None, f"{method}_paper").config
+        assert resolve({"compaction": {"pool_tokens": 5}}, method).config == published
 
 
 def test_budgets_of_compaction_replace_each_other_by_source(tmp_path):

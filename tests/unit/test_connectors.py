@@ -156,6 +156,7 @@ STORED = {
     "representatives int8": "1818465fa20afc1e",
     "representatives fp8": "9ed033028106a557",
     "representatives bf16": "853952eb93e40bea",
+    "eighths int2x8": "3982145cd66f8cb2",
     "quarters int4": "fed6aebbff0767ab",
     "sketch int2": "790b08377dd5836a",
 }

@@ -74,8 +74,8 @@ def test_rows_come_before_a_table_with_its_totals(needles, tmp_path):
     ]
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if line.startswith("│")]
     assert [row[:6] for row in table] == [
-        ["multikey", "4096", "2/2", "1/2", "12.5%", "100.0%"],
-        ["kv", "4096", "1/1", "1/1", "12.5%", "100.0%"],
+        ["multikey", "4096", "2/2", "1/2", "25.0%", "100.0%"],
+        ["kv", "4096", "1/1", "1/1", "25.0%", "100.0%"],
     ]
     assert "unique 2/3 (0.21 to 0.94), dense 3/3 (0.44 to 1.00): unique reaches 0.667" in done.out
     assert "--all" in done.out.splitlines()[-1]

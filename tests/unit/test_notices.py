@@ -9,11 +9,11 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
 LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages; selections of fewer than 64 large pages "
-CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and quarters in a "
+CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and eighths in a "
 THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
 CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
-LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'quarters', "
+LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'eighths', "
 PROMPTS = "sparse_attention.prefill: prompts attend sparsely, "
 POOL = "sparse_attention.compaction.pool_tokens: 5 keeps parts of long answers only; "
 ZERO = "sparse_attention.prefill.others: zero, as published, keeps 64 % of dense attention's next-token agreement "
@@ -21,8 +21,8 @@ CUBIC_ROUTING = {"cubic": [0.5, 0, 0, 0], "longest": 4096}
 CASES = {
     "defaults": ("unique", {}, "auto", []),
     "as published": ("unique_paper", {}, "auto", []),
-    "pages of 16": ("unique", {"selection": {"page_size": 16}}, "auto", [LARGE]),
-    "64 pages of 16": ("unique", {"selection": {"page_size": 16, "budget_tokens": 1024}}, "auto", []),
+    "32 pages of 16": ("unique", {"selection": {"page_size": 16, "budget_tokens": 512}}, "auto", [LARGE]),
+    "64 pages of 16": ("unique", {"selection": {"page_size": 16}}, "auto", []),
     "63 pages of 32": (
         "quest",
         {"selection": {"page_size": 32, "budget_tokens": 2016}},
@@ -53,7 +53,7 @@ CASES = {
     "lambda and a deviation": ("unique", {"selection": {"lambda": 0.5, "statistics": "int8"}}, "auto", []),
     "lambda and an 8-bit cache": ("unique", {"selection": {"lambda": 0.5}}, "fp8", [CACHE]),
     "lambda of a preset": ("unique_paper", {"selection": {"statistics": "quarters"}}, "auto", []),
-    "two": ("unique", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto", [LARGE, THRESHOLD]),
+    "two": ("quest", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto", [LARGE, THRESHOLD]),
 }  # fmt: skip
 
 

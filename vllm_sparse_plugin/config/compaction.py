@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_sparse_plugin.config.retention import Pyramid, Retention
@@ -133,14 +133,13 @@ class SnapKVCompaction(Compaction):
     pool_tokens: Annotated[int, Field(ge=1, le=99)] = 25
     """A token takes the largest vote among this many tokens around it, an odd number; 1: its own."""
 
-    @field_validator("pool_tokens")
-    @classmethod
-    def _is_odd(cls, value: int) -> int:
-        if value % 2 == 0:
+    @model_validator(mode="after")
+    def _pool_has_a_middle(self) -> Self:
+        if self.pool_tokens % 2 == 0:
             raise PydanticCustomError(
-                "sentence", "pool_tokens: got {got}, allowed: an odd number from 1 to 99", {"got": value}
+                "sentence", "pool_tokens: got {got}, allowed: an odd number from 1 to 99", {"got": self.pool_tokens}
             )
-        return value
+        return self
 
     @property
     def reserved_tokens(self) -> int:

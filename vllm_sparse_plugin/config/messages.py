@@ -43,8 +43,9 @@ def _rows(section: str) -> list[tuple[str, str, Any, str]]:
         for name, model in models.items():
             if field := fields_by_key(model).get(key):
                 owners.setdefault((allowed_by(field), field.default, field.description), []).append(name)
+        shared = key in fields_by_key(common) and len(owners) == 1
         for names in owners.values():
-            prefix = "" if key in fields_by_key(common) else f"{', '.join(names)}: "
+            prefix = "" if shared else f"{', '.join(names)}: "
             rows.append(_row(f"{section}.{key}", fields_by_key(models[names[0]])[key], prefix))
     return rows
 

@@ -59,8 +59,7 @@ class Selection(Policy):
     page_size: Literal[8, 16, 32] = 8
     """Tokens per page; vLLM's block size must be a multiple."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
-    """Tokens of complete pages read per KV head and step; a multiple of `page_size`. Contexts within it are served
-    dense."""
+    """Tokens of complete pages read per KV head; a multiple of `page_size`. Shorter contexts are dense."""
     sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """First pages that are always read; they hold the attention sinks."""
 

@@ -30,6 +30,8 @@ class UniqueSelection(ScoredSelection):
     """Statistics of a page's keys; `auto` is `eighths`, or `int8` in an 8-bit cache."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
+    budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 1024
+    """Tokens of complete pages read per KV head; a multiple of `page_size`. Shorter contexts are dense."""
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
     """Weight of the standard deviation in a page's score (lambda in Eq. 3), for `int8`, `fp8` and `bf16`."""
 

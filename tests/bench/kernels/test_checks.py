@@ -117,8 +117,8 @@ def test_incomplete_and_excessive_writes_fail(decode_inputs):
         decode_inputs.token_rows[decode_inputs.slots[1] // 64, 0, 2] = 7.0
 
     for wrong, reason in (
-        (lambda: None, "tokens in the cache"),
-        (next_to_it, "tokens in the cache"),
+        (lambda: None, "does not hold the new tokens"),
+        (next_to_it, "does not hold the new tokens"),
         (lambda: write(decode_inputs, statistics=False), "completed page"),
         (careless, "another page"),
     ):

@@ -102,7 +102,7 @@ def test_a_preset_may_not_change_under_a_run(evaluate_in_process, monkeypatch):
 
     def other(field: str, name: str) -> dict:
         found = read(field, name)
-        return found | {"selection": found["selection"] | {"budget_tokens": 1024}}
+        return found | {"selection": found["selection"] | {"budget_tokens": 2048}}
 
     monkeypatch.setattr(sources, "_read_preset", other)
     assert "made with contents" in evaluate_in_process(MODEL, *given)

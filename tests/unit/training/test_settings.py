@@ -149,7 +149,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
     [
         (
             Document(list(range(900)), 0),
-            "data: got documents of up to 900 tokens, allowed: some of more than 1023, because ",
+            "data: got documents of up to 900 tokens, allowed: some of more than 1031, because ",
         ),
         # The first token of a row is not predicted, and the rest is prompt.
         (
