@@ -150,8 +150,8 @@ def _about_narrow_pools(situation: Situation) -> str:
 
 def _about_heavy_hitters(situation: Situation) -> str:
     return (
-        f"{KEY}.compaction.method: h2o keeps tokens that all of a prompt attends to, seldom single facts; on SmolLM2-135M "
-        "a quarter of a prompt keeps 11 % of dense attention's RULER score; snapkv keeps 98 %."
+        f"{KEY}.compaction.method: h2o keeps tokens that all of a prompt attends to, seldom single facts; on "
+        "SmolLM2-135M a quarter of a prompt keeps 11 % of dense attention's RULER score; snapkv keeps 98 %."
     )
 
 

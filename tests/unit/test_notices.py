@@ -15,6 +15,7 @@ CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
 LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'eighths', "
 PROMPTS = "sparse_attention.prefill: prompts attend sparsely, "
+HITTERS = "sparse_attention.compaction.method: h2o keeps tokens that all of a prompt attends to, "
 POOL = "sparse_attention.compaction.pool_tokens: 5 keeps parts of long answers only; "
 ZERO = "sparse_attention.prefill.others: zero, as published, keeps 64 % of dense attention's next-token agreement "
 CUBIC_ROUTING = {"cubic": [0.5, 0, 0, 0], "longest": 4096}
@@ -46,6 +47,7 @@ CASES = {
     ),
     "narrow pools": ("snapkv_paper", {}, "auto", [POOL]),
     "narrow pools by layer": ("pyramidkv_paper", {}, "auto", [POOL]),
+    "heavy hitters": ("h2o", {}, "auto", [HITTERS]),
     "wide pools": ("snapkv", {}, "auto", []),
     "infllm": ("infllm", {}, "auto", [INFLLM]),
     "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [INFLLM]),
@@ -86,8 +88,8 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
 
 def test_presets_say_what_they_lose_and_the_others_say_nothing():
     saying = [name for name, preset in BACKENDS.items() if notices.notices_of(resolve(None, preset), "auto")]
-    published = ["ZIPVL_PAPER", "SNAPKV_PAPER", "PYRAMIDKV_PAPER"]
-    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL", *published]
+    losing = ["ZIPVL_PAPER", "SNAPKV_PAPER", "PYRAMIDKV_PAPER", "H2O"]
+    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL", *losing]
 
 
 @pytest.fixture
