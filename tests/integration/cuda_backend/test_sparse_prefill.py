@@ -20,12 +20,18 @@ from vllm_sparse_plugin.config import resolve
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
 
+def settings_of(preset: str) -> dict[str, object]:
+    """Settings with which decode steps of 900 tokens select pages if the preset has a policy for it."""
+    if preset in ("dense", "zipvl"):
+        return {}
+    return {"min_context_tokens": 0} | ({} if preset == "art" else {"selection": {"budget_tokens": 512}})
+
+
 def prefills_sparsely(layer, builder, preset: str, rule: PromptRule = RULE) -> torch.Tensor:
     """Sets a rule for prompts in builder and layer; returns the counters."""
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64)
     method = "zipvl" if isinstance(rule, TokenRule) else "blocks"
-    shortest = {} if preset in ("dense", "zipvl") else {"min_context_tokens": 0}
-    sparse = resolve({"prefill": {"method": method}, **shortest}, preset)
+    sparse = resolve({"prefill": {"method": method}, **settings_of(preset)}, preset)
     layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
     builder.prefill_rule = rule
     builder.any_dense_decode = not layer.plan.is_sparse
@@ -53,8 +59,7 @@ def test_long_prompts_read_blocks_beside_requests_that_decode(layer, builder, pr
 @pytest.mark.parametrize("preset", ["unique", "dense"])
 def test_short_prompts_are_split_and_attended_as_without_sparse_prefill(layer, builder, preset):
     common = common_metadata([1, 70], [900, 256], [False, True])
-    plain = resolve({"min_context_tokens": 0}, preset)
-    layer.bind(plan_of(plain))
+    layer.bind(plan_of(resolve(settings_of(preset), preset)))
     builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
     expected, _, without = run(layer, builder, common)
     counters = prefills_sparsely(layer, builder, preset)
