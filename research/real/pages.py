@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ BUDGETS = (16, 64, 256)
 """Pages that are read, including the first and the newest complete page. The incomplete page is read in addition."""
 REFINED = (0.125, 0.25, 0.5)
 """Shares of the pages that the second level scores."""
+_WIDE_STEP = 0.7
+"""Step of quarters over the root mean square: twice the step for a normal distribution, for keys with heavy tails."""
 _BELOW = 1e4
 """Subtracted from scores of the first level, which puts them below those of the second level."""
 SUPER = 4
@@ -137,8 +139,11 @@ def _all_keys(keys: torch.Tensor, best: bool = False) -> Estimate:
     return lambda query: _dot(rotate(query), vectors).logsumexp(dim=-1)
 
 
-def _quarters(keys: torch.Tensor) -> torch.Tensor:
-    return in_codes("quarters", _split(keys, 4))
+def _quarters(keys: torch.Tensor, spacing: float | None = None) -> torch.Tensor:
+    codes = KINDS["quarters"].codes
+    assert codes is not None
+    packed, steps = (replace(codes, spacing=spacing) if spacing else codes).pack(_split(keys, 4))
+    return codes.unpack(packed) * codes.per_vector(steps.float())[..., None]
 
 
 KINDS_OF_PAGES: dict[str, Kind] = {
@@ -148,6 +153,7 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "halves8": Kind(lambda k: _best_of(in_8_bits(_split(k, 2))), lambda d: 2 * d + 4),
     "quarters4_deviation": Kind(lambda k: _with_deviation(_quarters(k), _spread(k, 4), 0.25), lambda d: 2 * d + 2),
     "keys2": Kind(_all_keys, lambda d: 2 * d),
+    "quarters4_wide": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEP)), lambda d: 2 * d),
     "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d),
     "keys_exact": Kind(_best_of, lambda d: 16 * d),
     "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d),
