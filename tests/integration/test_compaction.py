@@ -92,8 +92,8 @@ def test_chunks_behind_the_prompt_read_the_window_of_their_first_token(model):
     assert output.isfinite().all()
 
 
-SNAPKV = {"method": "snapkv", "budget_tokens": 96, "window_tokens": 8, "min_context_tokens": 0}
-RULE = CompactionRule(window_tokens=8)
+SNAPKV = {"method": "snapkv", "budget_tokens": 96, "window_tokens": 8, "pool_tokens": 5, "min_context_tokens": 0}
+RULE = CompactionRule(window_tokens=8, pool_tokens=5)
 H2O = {"method": "h2o", "budget_tokens": 96, "min_context_tokens": 0}
 
 
