@@ -130,7 +130,9 @@ def test_tokens_are_drawn_of_the_likeliest_with_drafts_and_without(lossless):
     """A step without drafts, for example for a short context, has no draft rows."""
     for each in lossless[6]:
         assert len(each.tokens) == 16
-        assert all(len(place) == 2 for place in each.likeliest)
+        for token, place in zip(each.tokens, each.likeliest, strict=True):
+            # A token that ties with the second likeliest may be drawn in its place.
+            assert place[token] >= sorted(place.values())[-2], place
 
 
 def test_what_drafts_write_is_never_read_and_statistics_are_those_of_verified_keys():
