@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
 _REAL = RESULTS / "h200" / "real"
 DECODE, PREFILL, ROUTING, SERVED, RULER = (
@@ -70,27 +68,21 @@ SETTINGS = {
     "snapkv_paper-1024": "`snapkv_paper`",
 }
 _AGAIN = "dense-again"
-_RESAMPLES = 2000
-
-
-def excess(arm: str, budget_tokens: int, kind: str = _PROSE, context: int = _TEXT_TOKENS) -> str:
-    """The share of next tokens that change beyond those that float32 changes, with its interval."""
-    rows = [row for row in _rows(DECODE) if row.get("kind") == kind and row["context_tokens"] == context]
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
-    found = {
-        row["text"]: row["agreement"]
-        for row in rows
-        if row["arm"] == arm and row["pages"] * _PAGE_TOKENS == budget_tokens
-    }
-    more = estimate_excess([noise[text] for text in found], list(found.values()), _DECODED)
-    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
 
 
 def decode() -> Block:
     """Changed next tokens by statistics and budget."""
-    budgets = sorted({row["pages"] * _PAGE_TOKENS for row in _rows(DECODE) if "pages" in row})
-    lines = [[name, *(excess(arm, budget) for budget in budgets)] for arm, name in STATISTICS.items()]
-    return Block(table(["statistics", *(f"{budget:,} tokens" for budget in budgets)], lines), [DECODE])
+    rows = [row for row in _rows(DECODE) if (row.get("kind"), row.get("context_tokens")) == (_PROSE, _TEXT_TOKENS)]
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    budgets = sorted({row["pages"] for row in rows if "pages" in row})
+    lines = []
+    for arm, name in STATISTICS.items():
+        kept = (
+            {row["text"]: row["agreement"] for row in rows if (row["arm"], row.get("pages")) == (arm, pages)}
+            for pages in budgets
+        )
+        lines.append([name, *(_excess(noise, each) for each in kept)])
+    return Block(table(["statistics", *(f"{pages * _PAGE_TOKENS:,} tokens" for pages in budgets)], lines), [DECODE])
 
 
 def prefill() -> Block:
@@ -142,41 +134,30 @@ def routing() -> Block:
 def served() -> Block:
     """What vLLM decodes of essays, beside dense attention in other batches."""
     rows = _rows(SERVED)
-    again = {row["id"]: row["agreement"] for row in rows if row["setting"] == _AGAIN}
+    again = _agreements(rows, _AGAIN)
     lines = [["dense attention in other batches", f"{_mean(again.values()):.1%}", "", ""]]
     for setting, name in SETTINGS.items():
-        found = {row["id"]: row for row in rows if row["setting"] == setting}
-        same, nats = (_mean(row[column] for row in found.values()) for column in ("agreement", "nll"))
-        lines.append([name, f"{same:.1%}", _served_excess(setting), f"{nats:.3f}"])
+        found = _agreements(rows, setting)
+        nats = _mean(row["nll"] for row in rows if row["setting"] == setting)
+        lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
     headings = ["setting", "same next token as dense", "changed beyond dense in other batches", "more nats per token"]
     return Block(table(headings, lines), [SERVED])
 
 
 def in_short() -> Block:
     """The loss of the default on a pretrained model, in a paragraph."""
-    rows = _rows(RULER)
+    asked, decoded = _rows(RULER), _rows(SERVED)
     scores = []
-    for context in sorted({row["context_tokens"] for row in rows}):
-        found = [
-            estimate_mean([row["score"] for row in rows if (row["setting"], row["context_tokens"]) == (name, context)])
-            for name in ("unique", _DENSE)
-        ]
+    for context in sorted({row["context_tokens"] for row in asked}):
+        found = [_score(asked, setting, context) for setting in ("unique", _DENSE)]
         means = [f"{each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in found]
         scores.append(f"{means[0]} at {context:,} tokens (dense: {means[1]})")
+    changed = _excess(_agreements(decoded, _AGAIN), _agreements(decoded, "unique-1024"))
     text = (
-        f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {_served_excess('unique-1024')} of the "
-        "next tokens beyond those that dense attention changes in other batches. Its RULER score, questions decoded, "
-        f"is {' and '.join(scores)}."
+        f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {changed} of the next tokens beyond those "
+        f"that dense attention changes in other batches. Its RULER score, questions decoded, is {' and '.join(scores)}."
     )
     return Block(wrap(text, ""), [SERVED, RULER])
-
-
-def _served_excess(setting: str) -> str:
-    rows = _rows(SERVED)
-    again = {row["id"]: row["agreement"] for row in rows if row["setting"] == _AGAIN}
-    found = {row["id"]: row["agreement"] for row in rows if row["setting"] == setting}
-    more = estimate_excess([again[text] for text in found], list(found.values()), _DECODED)
-    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
 
 
 def ruler() -> Block:
@@ -185,19 +166,33 @@ def ruler() -> Block:
     contexts = sorted({row["context_tokens"] for row in rows})
     lines = []
     for task in [*dict.fromkeys(row["task"] for row in rows), None]:
-        line = [f"`{task}`" if task else "all"]
-        for context in contexts:
-            for setting in (_DENSE, "unique"):
-                scores = [
-                    row["score"]
-                    for row in rows
-                    if (row["setting"], row["context_tokens"]) == (setting, context) and task in (None, row["task"])
-                ]
-                mean = estimate_mean(scores)
-                line.append(f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})")
-        lines.append(line)
+        means = (_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
+        cells = (f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})" for mean in means)
+        lines.append([f"`{task}`" if task else "all", *cells])
     headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
     return Block(table(["task", *headings], lines), [RULER])
+
+
+def _agreements(rows: Sequence[Row], setting: str) -> dict[str, float]:
+    """The agreement of each text that was served."""
+    return {row["id"]: row["agreement"] for row in rows if row["setting"] == setting}
+
+
+def _score(rows: Sequence[Row], setting: str, context: int, task: str | None = None) -> Estimate:
+    """The mean score of a setting, of one task or of all."""
+    return estimate_mean(
+        [
+            row["score"]
+            for row in rows
+            if (row["setting"], row["context_tokens"]) == (setting, context) and task in (None, row["task"])
+        ]
+    )
+
+
+def _excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> str:
+    """The share of next tokens that change beyond noise, with its interval; agreements by text."""
+    more = estimate_excess([noise[text] for text in kept], list(kept.values()), _DECODED)
+    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
 
 
 def _rows(path: Path) -> list[Row]:
@@ -205,12 +200,8 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _ratio(scores: Sequence[float], dense: Sequence[float]) -> str:
-    """A sum of scores over that of dense attention, with a 95 % bootstrap interval over texts."""
-    pairs = np.array([scores, dense])
-    drawn = np.random.default_rng(0).integers(len(scores), size=(_RESAMPLES, len(scores)))
-    sums = pairs[:, drawn].sum(axis=-1)
-    low, high = np.quantile(sums[0] / sums[1], [0.025, 0.975])
-    return f"{pairs[0].sum() / pairs[1].sum():.2f} ({low:.2f} to {high:.2f})"
+    share = estimate_ratio(scores, dense)
+    return f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -51,10 +51,11 @@ def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
     return (rows / step).round() * step
 
 
-def in_codes(name: str, vectors: torch.Tensor) -> torch.Tensor:
-    """Round vectors `[..., vectors, head_size]` like the statistics `name`."""
+def in_codes(name: str, vectors: torch.Tensor, spacing: float | None = None) -> torch.Tensor:
+    """Round vectors `[..., vectors, head_size]` like the statistics `name`, or with another spacing of its codes."""
     codes = KINDS[name].codes
     assert codes is not None
+    codes = replace(codes, spacing=spacing or codes.spacing)
     packed, steps = codes.pack(vectors)
     return codes.unpack(packed) * codes.per_vector(steps.float())[..., None]
 
@@ -140,10 +141,7 @@ def _all_keys(keys: torch.Tensor, best: bool = False) -> Estimate:
 
 
 def _quarters(keys: torch.Tensor, spacing: float | None = None) -> torch.Tensor:
-    codes = KINDS["quarters"].codes
-    assert codes is not None
-    packed, steps = (replace(codes, spacing=spacing) if spacing else codes).pack(_split(keys, 4))
-    return codes.unpack(packed) * codes.per_vector(steps.float())[..., None]
+    return in_codes("quarters", _split(keys, 4), spacing)
 
 
 KINDS_OF_PAGES: dict[str, Kind] = {

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from research.real.answers import DENSE
 from research.real.prefill import NOISE, SCORED
 from research.real.rules import RULES
-from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean, estimate_ratio
 
 Rows = Sequence[dict[str, Any]]
-_RESAMPLES = 2000
 
 
 def tables(rows: Rows) -> Iterator[Table]:
@@ -26,18 +24,6 @@ def tables(rows: Rows) -> Iterator[Table]:
         found = [row for row in rows if row.get("study") == study]
         if found:
             yield from make(found)
-
-
-def relative(scores: Sequence[float], dense: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of paired scores over that of dense attention, with a 95 % bootstrap interval over questions."""
-    pairs = np.array([scores, dense])
-    if not pairs[1].any():
-        return float("nan"), float("nan"), float("nan")
-    drawn = np.random.default_rng(0).integers(len(scores), size=(_RESAMPLES, len(scores)))
-    sums = pairs[:, drawn].sum(axis=-1)
-    ratios = sums[0][sums[1] > 0] / sums[1][sums[1] > 0]
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(pairs[0].sum() / pairs[1].sum()), float(low), float(high)
 
 
 def _groups(rows: Rows, *columns: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
@@ -56,17 +42,18 @@ def _answers(rows: Rows) -> list[Table]:
     dense = {row["name"]: row["score"] for row in scored if row["arm"] == DENSE}
     lines = []
     for (arm, ratio), group in _groups(scored, "arm", "ratio").items():
-        share, low, high = relative([row["score"] for row in group], [dense[row["name"]] for row in group])
+        share = estimate_ratio([row["score"] for row in group], [dense[row["name"]] for row in group])
         survived = [row["survive"] for row in group if "survive" in row]
         needs = RULES[arm].serves.partition(":")[0] if arm in RULES else ""
         of_task = [_mean(row["score"] for row in group if row["task"] == task) for task in tasks]
         line = [
             arm, str(ratio), f"{_mean(row['kept'] for row in group):.3f}",
             f"{_mean(row['score'] for row in group):.3f}",
-            f"{share:.2f}", f"{low:.2f}-{high:.2f}", f"{_mean(survived):.3f}" if survived else "", needs,
+            f"{share.value:.2f}",
+            f"{share.low:.2f}-{share.high:.2f}", f"{_mean(survived):.3f}" if survived else "", needs,
             *(f"{value:.2f}" for value in of_task),
         ]  # fmt: skip
-        lines.append((-ratio, -share, line))
+        lines.append((-ratio, -share.value, line))
     for _, _, line in sorted(lines, key=lambda each: each[:2]):
         table.add_row(*line)
     return [table]
@@ -82,13 +69,11 @@ def _prefill(rows: Rows) -> list[Table]:
         of = _groups(rows, "arm") if every else _groups(rows, "arm", "kind", "context_tokens")
         for key, group in of.items():
             arm, kind, context = key if len(key) == 3 else (key[0], "all", "")
-            share, low, high = relative(
-                [row["agreement"] for row in group], [noise.get(row["text"], 1.0) for row in group]
-            )
+            share = estimate_ratio([row["agreement"] for row in group], [noise.get(row["text"], 1.0) for row in group])
             rest = [f"{_mean(row[name] for row in group):.3f}" if name in group[0] else "" for name in columns[3:]]
             table.add_row(
-                arm, kind, str(context), f"{_mean(row['agreement'] for row in group):.3f}", f"{share:.3f}",
-                f"{low:.3f}-{high:.3f}", *rest,
+                arm, kind, str(context), f"{_mean(row['agreement'] for row in group):.3f}", f"{share.value:.3f}",
+                f"{share.low:.3f}-{share.high:.3f}", *rest,
             )  # fmt: skip
     return [table]
 

@@ -12,11 +12,12 @@ from research.real import decode, pages, prefill, routing, rules
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, read
-from research.real.report import relative, tables
+from research.real.report import tables
 from research.real.rules import RULES, SINKS, Rule, budget_of, choose, combine, layer_budgets, pool, survival
 from research.real.texts import RULER, Prompt, find_spans, read_prompts, write_prompts
 from research.real.votes import read_again, read_prompt, watch_answer
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.statistics import estimate_ratio
 
 TOKENS, ROOM = 300, 6
 
@@ -334,10 +335,11 @@ def test_names_choose_arms():
 
 
 def test_scores_are_held_to_dense_attention():
-    share, low, high = relative([0.5, 0.0, 1.0, 0.5] * 10, [1.0, 0.5, 1.0, 0.5] * 10)
-    assert share == pytest.approx(2 / 3)
-    assert low < share < high
-    assert all(value != value for value in relative([0.0], [0.0]))
+    share = estimate_ratio([0.5, 0.0, 1.0, 0.5] * 10, [1.0, 0.5, 1.0, 0.5] * 10)
+    assert share.value == pytest.approx(2 / 3)
+    assert share.low < share.value < share.high
+    nothing = estimate_ratio([0.0], [0.0])
+    assert all(value != value for value in (nothing.value, nothing.low, nothing.high))
 
 
 def test_tables_of_all_studies(model, question, text, monkeypatch):

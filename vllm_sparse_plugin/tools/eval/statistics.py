@@ -11,6 +11,7 @@ from scipy import stats
 
 _LEVEL = 0.95
 _RESAMPLES = 9999
+_RATIO_RESAMPLES = 2000
 _SEED = 0
 _POSITIONS = 16
 """Positions of a text that count as one independent answer, if scores do not show how positions depend on each other.
@@ -81,6 +82,21 @@ def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Diff
         rng=np.random.default_rng(_SEED),
     )
     return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
+
+
+def estimate_ratio(scores: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """Estimate the sum of paired scores over that of a reference, with a bootstrap over the items.
+
+    Everything is NaN if the reference scores nothing.
+    """
+    pairs, count = np.array([scores, reference]), len(scores)
+    if not pairs[1].any():
+        return Estimate(math.nan, math.nan, math.nan, count)
+    drawn = np.random.default_rng(_SEED).integers(count, size=(_RATIO_RESAMPLES, count))
+    sums = pairs[:, drawn].sum(axis=-1)
+    ratios = sums[0][sums[1] > 0] / sums[1][sums[1] > 0]
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Estimate(float(pairs[0].sum() / pairs[1].sum()), float(low), float(high), count)
 
 
 def estimate_amount(values: Sequence[float]) -> Estimate:
