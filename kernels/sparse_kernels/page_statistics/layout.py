@@ -95,8 +95,7 @@ class PageStatistics:
             `[num_kv_heads, num_pages, kind.summary_keys, head_size]` float32 and `[num_kv_heads, num_pages]` float32,
             the spread None for a kind without one.
         """
-        vectors, scales, spread = self.records(blocks)
-        return self.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+        return self.kind.summary(*self._scaled(blocks))
 
     def keys(self, blocks: torch.Tensor) -> torch.Tensor:
         """Returns the keys that the records of some blocks hold, for kinds whose vectors are keys.
@@ -107,8 +106,11 @@ class PageStatistics:
         Returns:
             `[num_kv_heads, num_pages, kind.vectors, head_size]` float32.
         """
-        vectors, scales, _ = self.records(blocks)
-        return self.kind.keys(vectors if scales is None else vectors * scales[..., None])
+        return self.kind.keys(self._scaled(blocks)[0])
+
+    def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        vectors, scales, spread = self.records(blocks)
+        return vectors if scales is None else vectors * scales[..., None], spread
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -85,10 +85,7 @@ def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: Kep
         rows = positions[positions >= length - (end - start)]
         for head in range(cache.num_kv_heads):
             of_head = slice(head * group, (head + 1) * group)
-            keys = _tokens(cache.keys, batch.block_table[request], head, positions)
-            values = _tokens(cache.values, batch.block_table[request], head, positions)
-            if cache.value_scale is not None:
-                values = values * cache.value_scale
+            keys, values = _keys_and_values(batch, cache, request, head, positions)
             for some in rows.split(_QUERIES_AT_ONCE):
                 tokens = end - length + some
                 query = _scaled(batch, batch.query[tokens, of_head])
@@ -108,10 +105,7 @@ def attend_all(
         every = torch.arange(length, device=output.device)
         for head in range(cache.num_kv_heads):
             of_head = slice(head * group, (head + 1) * group)
-            keys = _tokens(cache.keys, batch.block_table[request], head, every)
-            values = _tokens(cache.values, batch.block_table[request], head, every)
-            if cache.value_scale is not None:
-                values = values * cache.value_scale
+            keys, values = _keys_and_values(batch, cache, request, head, every)
             for rows in every[length - (end - start) :].split(_QUERIES_AT_ONCE):
                 distance = rows[:, None] - every
                 seen = (distance >= 0) & (kept.mask[request, :length] | (distance < local_tokens))
@@ -124,6 +118,13 @@ def attend_all(
 
 def _scaled(batch: PrefillBatch, query: torch.Tensor) -> torch.Tensor:
     return query.float() if batch.query_scale is None else query.float() * batch.query_scale
+
+
+def _keys_and_values(
+    batch: PrefillBatch, cache: KVCache, request: int, head: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = (_tokens(part, batch.block_table[request], head, positions) for part in (cache.keys, cache.values))
+    return keys, values if cache.value_scale is None else values * cache.value_scale
 
 
 def _tokens(paged: PagedTensor, blocks: torch.Tensor, head: int, positions: torch.Tensor) -> torch.Tensor:

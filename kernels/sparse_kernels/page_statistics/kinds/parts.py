@@ -184,8 +184,8 @@ class Quarters(Parts):
     """
 
     name = "quarters"
-    vectors = 4
     codes = _FOUR_BITS
+    vectors = codes.vectors
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
     triton_summarise = _quarters_of
     triton_pack = _pack_quarters
@@ -195,9 +195,9 @@ class Sketch(Parts):
     """The rotated quarters of a page, with two bits per element: the bytes of one 8-bit key. The page has one step."""
 
     name = "sketch"
-    vectors = 4
     is_rotated = True
     codes = _TWO_BITS
+    vectors = codes.vectors
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _quarters_of
     triton_pack = _pack_sketch
@@ -212,9 +212,9 @@ class Eighths(Parts):
     """
 
     name = "eighths"
-    vectors = 8
     is_rotated = True
     codes = replace(_TWO_BITS, vectors=8, dropped=2)
+    vectors = codes.vectors
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2x8",)
     triton_summarise = _eighths_of
     triton_pack = _pack_eighths
