@@ -17,7 +17,7 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.results import ResultFile, read_runs
-from research.real import decode, pages, prefill, routing, rules
+from research.real import decode, pages, prefill, routing, rules, sinks
 from research.real.answers import measure_answers
 from research.real.model import Llama
 from research.real.report import tables
@@ -27,13 +27,14 @@ from vllm_sparse_plugin.tools.arguments import open_tokenizer, run_app
 from vllm_sparse_plugin.tools.needles import library_text
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-STUDIES = ("answers", "prefill", "routing", "pages", "decode")
+STUDIES = ("answers", "prefill", "routing", "pages", "decode", "sinks")
 PROSE, CODE = "prose", "code"
 PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
 DECODE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES)
 _LIBRARY_CHARS = 4_000_000
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
+_WORD = "the"
 
 app = typer.Typer(
     help="Rules that keep the answers of a pretrained model.", no_args_is_help=True, add_completion=False,
@@ -106,10 +107,10 @@ def run(
     # The first text of each kind and context sets thresholds. It is not measured.
     held_out, measured = _first(written, 1), [each for each in written if each not in _first(written, 1)]
     few = _first([each for each in everything if each.kind == RULER], 1)
-    text_of, end_tokens, instruction = _tokenizer(model)
+    text_of, end_tokens, encode = _tokenizer(model)
     measurements: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "answers": lambda: measure_answers(
-            loaded, asked, chosen["answers"], _numbers(ratios), text_of, end_tokens, instruction, longest
+            loaded, asked, chosen["answers"], _numbers(ratios), text_of, end_tokens, encode(_AGAIN), longest
         ),
         "prefill": lambda: prefill.measure_prefill(loaded, exact, measured, chosen["prefill"]),
         "routing": lambda: routing.measure_routing(
@@ -125,6 +126,7 @@ def run(
             list(map(int, budgets.split(","))),
             list(map(int, first_dense.split(","))),
         ),
+        "sinks": lambda: sinks.measure_sinks(loaded, measured, chosen["sinks"], encode(_WORD)[0]),
     }
     with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
         for name in studies:
@@ -159,7 +161,7 @@ def choose_arms(arms: str) -> dict[str, list[str]]:
     """
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
-        "pages": PAGE_ARMS, "decode": DECODE_ARMS,
+        "pages": PAGE_ARMS, "decode": DECODE_ARMS, "sinks": sinks.ARMS,
     }  # fmt: skip
     names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
     return {study: [name for name in each if names is None or name in names] for study, each in known.items()}
@@ -189,14 +191,18 @@ def _first(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return found
 
 
-def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], list[int], list[int]]:
-    """Return a decoder, the end tokens, and the tokens that ask for a repetition."""
+def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], list[int], Callable[[str], list[int]]]:
+    """Return a decoder, the end tokens, and an encoder."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = [tokenizer.token_to_id(token) for token in _END_TOKENS]
-    again = tokenizer.encode(_AGAIN, add_special_tokens=False).ids
-    return tokenizer.decode, [token for token in ends if token is not None], again
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return tokenizer.decode, [token for token in ends if token is not None], encode
 
 
 def main() -> None:

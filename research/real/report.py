@@ -19,6 +19,7 @@ def tables(rows: Rows) -> Iterator[Table]:
     """Yield a table for each study in the rows."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
+        "sinks": _sinks,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -125,6 +126,35 @@ def _decode(rows: Rows) -> list[Table]:
             )  # fmt: skip
         made.append(table)
     return made
+
+
+_LAYER_COLUMNS = (
+    "mass", "sink_heads", "first_key_norm", "key_norm", "first_value_norm", "value_norm", "query_cosine",
+    "first_layer_cosine", "layer_cosine", "sink_write", "other_write", "sink_alignment", "other_alignment",
+)  # fmt: skip
+_LEVEL_COLUMNS = "queries", "mass", "largest_other", "mean_other", "ratio"
+
+
+def _sinks(rows: Rows) -> list[Table]:
+    made = []
+    for title, arm, key, columns in (
+        ("First token by layer", "layer", "layer", _LAYER_COLUMNS),
+        ("Weights beside the first token", "level", "level", _LEVEL_COLUMNS),
+    ):
+        table = Table(title=title)
+        for column in ("context", key, *columns):
+            table.add_column(column, no_wrap=True)
+        of_arm = _groups([row for row in rows if row["arm"] == arm], "context_tokens", key)
+        for place, group in of_arm.items():
+            means = (_mean(row[column] for row in group if column in row) for column in columns)
+            table.add_row(*map(str, place), *(f"{mean:.4g}" for mean in means))
+        made.append(table)
+    table = Table(title="Loss in a window")
+    for column in ("context", "arm", "nats"):
+        table.add_column(column, no_wrap=True)
+    for place, group in _groups([row for row in rows if "nats" in row], "context_tokens", "arm").items():
+        table.add_row(*map(str, place), f"{_mean(row['nats'] for row in group):.3f}")
+    return [*made, table]
 
 
 def _mean(values: Any) -> float:

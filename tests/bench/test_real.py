@@ -8,10 +8,10 @@ import torch
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
-from research.real import decode, pages, prefill, routing, rules
+from research.real import decode, pages, prefill, routing, rules, sinks
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
-from research.real.model import Cache, Llama, causal_attention, causal_weights, read
+from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read
 from research.real.report import tables
 from research.real.rules import RULES, SINKS, Rule, budget_of, choose, combine, layer_budgets, pool, survival
 from research.real.texts import RULER, Prompt, find_spans, read_prompts, write_prompts
@@ -304,6 +304,46 @@ def test_all_keys_estimate_the_weight_of_a_page():
     assert all(value < 2 for value in error.values()), error
 
 
+@pytest.mark.parametrize(("num_sinks", "newest"), [(0, 7), (4, 7), (4, 64)])
+def test_a_window_is_a_mask(num_sinks, newest):
+    query, key, value = torch.randn(1, 4, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    rows, columns = torch.arange(40)[:, None], torch.arange(40)
+    mask = (columns <= rows) & ((columns > rows - newest) | (columns < num_sinks))
+    expected = masked_attention(query, key, value, 0.25, mask)
+    torch.testing.assert_close(sinks.window_attention(query, key, value, 0.25, num_sinks, newest), expected)
+
+
+def test_an_observer_describes_the_first_token_of_dense_attention(model, text, monkeypatch):
+    monkeypatch.setattr(sinks, "LEVELS", (0.5,))
+    monkeypatch.setattr(sinks, "NEAR", 0.5)
+    tokens, observer = torch.tensor(text.tokens), sinks.SinkObserver(model)
+    found = model.hidden(tokens[None], torch.arange(TOKENS), observer.attend, observer.project)[0]
+    cache = Cache(model, TOKENS)
+    torch.testing.assert_close(found, read(model, tokens, cache), rtol=1e-4, atol=1e-4)
+    assert [row["layer"] for row in observer.layers] == list(range(LAYERS))
+    for layer, row in enumerate(observer.layers):
+        assert row["first_value_norm"] == pytest.approx(cache.values[layer, :, 0].norm(dim=-1).mean().item(), rel=1e-4)
+        assert row["key_norm"] == pytest.approx(cache.keys[layer, :, 1:].norm(dim=-1).mean().item(), rel=1e-4)
+    assert "layer_cosine" in observer.layers[1]
+    assert "layer_cosine" not in observer.layers[0]
+    (level,) = observer.levels()
+    assert level["queries"] == LAYERS * KV_HEADS * GROUP * sinks.NEWEST
+    assert level["mass"] == pytest.approx(sum(row["mass"] for row in observer.layers) / LAYERS, rel=1e-3)
+
+
+def test_losses_are_those_of_tokens_beyond_the_window(model, text, monkeypatch):
+    monkeypatch.setattr(sinks, "WINDOW_TOKENS", 40)
+    nats = {row["arm"]: row["nats"] for row in sinks.measure_sinks(model, [text], sinks.ARMS, 3) if "nats" in row}
+    assert set(nats) == set(sinks.ARMS)
+    assert len(set(nats.values())) == 4
+    tokens = torch.tensor(text.tokens)
+    logits = model.logits(read(model, tokens, Cache(model, TOKENS)))
+    expected = torch.nn.functional.cross_entropy(logits[40:-1], tokens[41:]).item()
+    assert nats[sinks.DENSE] == pytest.approx(expected, abs=1e-3)
+    monkeypatch.setattr(sinks, "WINDOW_TOKENS", TOKENS)
+    assert not any("nats" in row for row in sinks.measure_sinks(model, [text], sinks.ARMS, 3))
+
+
 def test_spans_of_answers():
     text, offsets = "ab 12 cd", [(0, 2), (2, 3), (3, 4), (4, 5), (5, 8)]
     assert find_spans(text, offsets, ("12",)) == ((2, 4),)
@@ -328,6 +368,7 @@ def test_names_choose_arms():
         "routing": [],
         "pages": [],
         "decode": [],
+        "sinks": [],
     }
     assert choose_arms("")["answers"] == list(RULES)
     with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
@@ -350,7 +391,10 @@ def test_tables_of_all_studies(model, question, text, monkeypatch):
         *routing.measure_routing(model, model, [text], [text], ["cosine"], [0.1]),
         *pages.measure_pages(model, [text], ["mean8"], ["max"]),
         *decode.measure_decode(model, model, [text], ["mean8"], ["max"], [2], [0]),
+        *sinks.measure_sinks(model, [text], sinks.ARMS, 0),
     ]  # fmt: skip
     rows = json.loads(json.dumps(rows))
     assert {row["arm"] for row in rows if "survive" in row} == set(RULES)
-    assert [table.title.split()[0] for table in tables(rows)] == ["RULER", "Prefill", "Skipped", "Weight", "Decode"]
+    assert [table.title.split()[0] for table in tables(rows)] == [
+        "RULER", "Prefill", "Skipped", "Weight", "Decode", "First", "Weights", "Loss",
+    ]  # fmt: skip
