@@ -77,7 +77,8 @@ def soak() -> Block:
     text = (
         f"{end['clients']} clients sent {end['answers'] + end['hung_up']:,} requests in {end['seconds'] / 60:.0f} "
         f"minutes and abandoned {end['hung_up']:,} of them. The server preempted requests {end['preemptions']:,.0f} "
-        f"times. {len(end['faults'])} requests failed. At the end {end['requests_running']:.0f} requests ran, and "
+        f"times. {end['parted']} of {end['answers']:,} answers differ from those asked alone. {len(end['faults'])} "
+        f"requests failed. At the end {end['requests_running']:.0f} requests ran, and "
         f"{end['kv_cache_usage']:.1%} of the cache was in use."
     )
     return Block(wrap(text, ""), [SOAK])
