@@ -8,12 +8,14 @@ from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
 _FOLDER = RESULTS / "h200" / "kernels"
+STOP = _FOLDER / "stop.jsonl"
 BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
 QUARTERS, EIGHTHS = _FOLDER / "eighths.jsonl", _FOLDER / "eighths_warps.jsonl"
 """Both kinds of statistics, each with its launches in one of the files."""
 _INT4 = " int4"
-_RIVALS = ("FlashAttention 3", "FlashInfer")
+RIVALS = ("FlashAttention 3", "FlashInfer")
+_STOP_CONTEXTS = ("8K", "32K", "128K")
 _GROUPS = (4, 8)
 """Query heads per KV head."""
 
@@ -21,7 +23,8 @@ _Times = dict[tuple[str, str], dict[str, Row]]
 """Rows by operation and case, and by provider."""
 
 
-def _read_times(path: Path) -> _Times:
+def read_times(path: Path) -> _Times:
+    """The rows of a result file by operation and case, and by provider."""
     times: _Times = {}
     for row in read_run(path).rows:
         times.setdefault((row["op"], row["case_name"]), {})[row["provider"]] = row
@@ -32,7 +35,7 @@ def kernels_gpu() -> Block:
     """The attention of a decode step compared with dense attention, by query heads per KV head."""
     paths, rows = [_FOLDER / "all.jsonl", _FOLDER / "groups.jsonl"], []
     for path, group, batches in zip(paths, _GROUPS, ((1, 8, 32), (1, 8)), strict=True):
-        times = _read_times(path)
+        times = read_times(path)
         for batch in batches:
             for context in ("2K", "32K", "128K"):
                 us = {
@@ -40,21 +43,21 @@ def kernels_gpu() -> Block:
                     for name, row in times["decode", f"{batch}q1s{context} g{group}"].items()
                 }
                 ours = us["unique"]
-                others = (f"{us[rival]:.1f} ({us[rival] / ours:.1f}x)" for rival in _RIVALS)
+                others = (f"{us[rival]:.1f} ({us[rival] / ours:.1f}x)" for rival in RIVALS)
                 rows.append([context, str(batch), str(group), f"{ours:.1f}", *others])
-    headings = ["context", "requests", "query heads per KV head", "`unique`, quarters, µs", *_RIVALS]
+    headings = ["context", "requests", "query heads per KV head", "`unique`, quarters, µs", *RIVALS]
     return Block(table(headings, rows), paths)
 
 
 def statistics_gpu() -> Block:
     """The attention of a decode step by the statistics that choose its pages."""
-    quarters, eighths = _read_times(QUARTERS), _read_times(EIGHTHS)
+    quarters, eighths = read_times(QUARTERS), read_times(EIGHTHS)
     rows = []
     for (op, name), providers in eighths.items():
         if op != "decode" or name.endswith(_INT4):
             continue
         before, after = quarters[op, f"{name}{_INT4}"]["unique"]["warm"], providers["unique"]["warm"]
-        case, dense = providers["unique"]["case"], providers[_RIVALS[0]]["warm"]["median_us"]
+        case, dense = providers["unique"]["case"], providers[RIVALS[0]]["warm"]["median_us"]
         times = before["median_us"], after["median_us"]
         rows.append(
             [
@@ -70,7 +73,7 @@ def budgets_by_request() -> Block:
     """The cost of separate budgets for the requests of a batch."""
     gaps = [
         by_request["warm"]["median_us"] / providers["unique, one for all"]["warm"]["median_us"] - 1
-        for providers in _read_times(BUDGETS).values()
+        for providers in read_times(BUDGETS).values()
         if "warm" in (by_request := providers["unique"])
     ]
     text = (
@@ -83,7 +86,7 @@ def budgets_by_request() -> Block:
 def coverage_cost() -> Block:
     """How much longer attention takes with a coverage than with a budget of as many pages."""
     ratios = []
-    for providers in _read_times(COVERAGE).values():
+    for providers in read_times(COVERAGE).values():
         us = {name: row["warm"]["median_us"] for name, row in providers.items() if "warm" in row}
         if us.keys() >= {"unique", "unique, one for all"}:
             ratios.append(us["unique"] / us["unique, one for all"])
@@ -97,13 +100,28 @@ def coverage_cost() -> Block:
 
 def stop_gpu() -> Block:
     """The time of dense attention relative to attention that may stop, and the cost of the stop tests."""
-    path = _FOLDER / "stop.jsonl"
-    us = {(row["case_name"], row["provider"]): row["cold"]["median_us"] for row in read_run(path).rows}
-    rows, contexts = [], ("8K", "32K", "128K")
+    rows = []
     for batch in (1, 8, 32):
-        cases = [f"{batch}q1s{context} g4" for context in contexts]
-        gains = (f"{us[case, _RIVALS[0]] / us[case, 'art']:.2f}" for case in cases)
-        costs = [us[case, "art that never stops"] / us[case, "art, endless patience"] - 1 for case in cases]
+        costs = stop_costs(batch)
+        gains = (f"{gain:.2f}" for gain in stop_gains(batch))
         rows.append([str(batch), *gains, f"{min(costs):.1%} to {max(costs):.1%}"])
-    headings = ["requests", *(f"{context} tokens" for context in contexts), "cost of the stop tests"]
-    return Block(table(headings, rows), [path])
+    headings = ["requests", *(f"{context} tokens" for context in _STOP_CONTEXTS), "cost of the stop tests"]
+    return Block(table(headings, rows), [STOP])
+
+
+def stop_gains(batch: int) -> list[float]:
+    """The time of dense attention relative to attention that may stop, by context."""
+    return [found[RIVALS[0]] / found["art"] for found in _stop_times(batch)]
+
+
+def stop_costs(batch: int) -> list[float]:
+    """The time that the stop tests add, by context."""
+    return [found["art that never stops"] / found["art, endless patience"] - 1 for found in _stop_times(batch)]
+
+
+def _stop_times(batch: int) -> list[dict[str, float]]:
+    times = read_times(STOP)
+    return [
+        {name: row["cold"]["median_us"] for name, row in times["stop", f"{batch}q1s{context} g4"].items()}
+        for context in _STOP_CONTEXTS
+    ]

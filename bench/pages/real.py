@@ -87,48 +87,67 @@ def decode() -> Block:
 
 def prefill() -> Block:
     """ZipVL's forms: next tokens of dense attention, and operations."""
-    rows = _rows(PREFILL)
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
-    lines = []
-    for arm, name in FORMS.items():
-        found = [row for row in rows if row["arm"] == arm]
-        share = _ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found])
-        lines.append([name, share, f"{_mean(row['attention_flops'] for row in found):.0%}"])
+    lines = [[name, _interval(prefill_share(arm)), f"{operations(arm):.0%}"] for arm, name in FORMS.items()]
     return Block(
         table(["form", "next tokens of dense, over dense in float32", "operations of attention"], lines), [PREFILL]
     )
 
 
+def prefill_share(arm: str) -> Estimate:
+    """The next tokens of dense attention that stay after a form of ZipVL's prefill, over those in float32."""
+    return _over_noise(_rows(PREFILL), [row for row in _rows(PREFILL) if row["arm"] == arm])
+
+
+def operations(arm: str) -> float:
+    """The operations of attention in a form of ZipVL's prefill, over those of dense prefill."""
+    return _mean(row["attention_flops"] for row in _rows(PREFILL) if row["arm"] == arm)
+
+
 def answers() -> Block:
     """Eviction rules: RULER over dense attention."""
+    rows = _answer_rows()
+    lines = []
+    for arm, name in RULES.items():
+        survive = [row["survive"] for row in rows if row["arm"] == arm and "survive" in row]
+        lines.append([name, _interval(_kept_answers(rows, arm)), f"{_mean(survive):.2f}"])
+    return Block(table(["rule", "RULER score over dense", "heads that keep a whole answer"], lines), list(ANSWERS))
+
+
+def kept_answers(arm: str) -> Estimate:
+    """The RULER score of an eviction rule over that of dense attention."""
+    return _kept_answers(_answer_rows(), arm)
+
+
+def _answer_rows() -> list[Row]:
+    """Rows of answers from a share of the prompt. If files repeat a row, the first one counts."""
     rows: dict[tuple[str, str], Row] = {}
     for path in ANSWERS:
         for row in _rows(path):
             if "score" in row and row["ratio"] in (_KEPT, 1.0):
                 rows.setdefault((row["arm"], row["name"]), row)
-    dense = {name: row["score"] for (arm, name), row in rows.items() if arm == _DENSE}
-    lines = []
-    for arm, name in RULES.items():
-        found = [row for row in rows.values() if row["arm"] == arm]
-        survive = [row["survive"] for row in found if "survive" in row]
-        share = _ratio([row["score"] for row in found], [dense[row["name"]] for row in found])
-        lines.append([name, share, f"{_mean(survive):.2f}"])
-    return Block(table(["rule", "RULER score over dense", "heads that keep a whole answer"], lines), list(ANSWERS))
+    return list(rows.values())
+
+
+def _kept_answers(rows: Sequence[Row], arm: str) -> Estimate:
+    dense = {row["name"]: row["score"] for row in rows if row["arm"] == _DENSE}
+    found = [row for row in rows if row["arm"] == arm]
+    return estimate_ratio([row["score"] for row in found], [dense[row["name"]] for row in found])
 
 
 def routing() -> Block:
     """Routing rules: next tokens of dense attention by share of skipped groups."""
-    rows = [row for row in _rows(ROUTING) if "agreement" in row]
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
-    shares = sorted({row["share"] for row in rows if "share" in row})
-    lines = []
-    for arm, name in ROUTES.items():
-        cells = []
-        for share in shares:
-            found = [row for row in rows if row["arm"] == arm and row.get("share") == share]
-            cells.append(_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found]))
-        lines.append([name, *cells])
+    kept = {name: kept_by_share(arm) for arm, name in ROUTES.items()}
+    shares = kept[next(iter(kept))]
+    lines = [[name, *map(_interval, found.values())] for name, found in kept.items()]
     return Block(table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines), [ROUTING])
+
+
+def kept_by_share(arm: str) -> dict[float, Estimate]:
+    """The next tokens of dense attention that a routing rule keeps, over those in float32, by skipped share."""
+    rows = [row for row in _rows(ROUTING) if "agreement" in row]
+    shares = sorted({row["share"] for row in rows if "share" in row})
+    found = ([row for row in rows if (row["arm"], row.get("share")) == (arm, share)] for share in shares)
+    return {share: _over_noise(rows, each) for share, each in zip(shares, found, strict=True)}
 
 
 def served() -> Block:
@@ -149,12 +168,12 @@ def in_short() -> Block:
     asked, decoded = _rows(RULER), _rows(SERVED)
     scores = []
     for context in sorted({row["context_tokens"] for row in asked}):
-        found = [_score(asked, setting, context) for setting in ("unique", _DENSE)]
+        found = [ruler_score(asked, setting, context) for setting in ("unique", _DENSE)]
         means = [f"{each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in found]
         scores.append(f"{means[0]} at {context:,} tokens (dense: {means[1]})")
-    changed = _excess(_agreements(decoded, _AGAIN), _agreements(decoded, "unique-1024"))
+    more = _excess(_agreements(decoded, _AGAIN), _agreements(decoded, "unique-1024"))
     text = (
-        f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {changed} of the next tokens beyond those "
+        f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {more} of the next tokens beyond those "
         f"that dense attention changes in other batches. Its RULER score, questions decoded, is {' and '.join(scores)}."
     )
     return Block(wrap(text, ""), [SERVED, RULER])
@@ -166,7 +185,7 @@ def ruler() -> Block:
     contexts = sorted({row["context_tokens"] for row in rows})
     lines = []
     for task in [*dict.fromkeys(row["task"] for row in rows), None]:
-        means = (_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
+        means = (ruler_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
         cells = (f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})" for mean in means)
         lines.append([f"`{task}`" if task else "all", *cells])
     headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
@@ -178,7 +197,7 @@ def _agreements(rows: Sequence[Row], setting: str) -> dict[str, float]:
     return {row["id"]: row["agreement"] for row in rows if row["setting"] == setting}
 
 
-def _score(rows: Sequence[Row], setting: str, context: int, task: str | None = None) -> Estimate:
+def ruler_score(rows: Sequence[Row], setting: str, context: int, task: str | None = None) -> Estimate:
     """The mean score of a setting, of one task or of all."""
     return estimate_mean(
         [
@@ -189,19 +208,34 @@ def _score(rows: Sequence[Row], setting: str, context: int, task: str | None = N
     )
 
 
+def changed(setting: str) -> Estimate:
+    """The share of next tokens that a served setting changes beyond dense attention in other batches."""
+    rows = _rows(SERVED)
+    return _estimate_excess(_agreements(rows, _AGAIN), _agreements(rows, setting))
+
+
 def _excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> str:
     """The share of next tokens that change beyond noise, with its interval; agreements by text."""
-    more = estimate_excess([noise[text] for text in kept], list(kept.values()), _DECODED)
+    more = _estimate_excess(noise, kept)
     return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
+
+
+def _estimate_excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> Estimate:
+    return estimate_excess([noise[text] for text in kept], list(kept.values()), _DECODED)
+
+
+def _over_noise(rows: Sequence[Row], found: Sequence[Row]) -> Estimate:
+    """Agreements over those of dense attention in float32."""
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    return estimate_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found])
+
+
+def _interval(share: Estimate) -> str:
+    return f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
 
 
 def _rows(path: Path) -> list[Row]:
     return read_run(path).rows
-
-
-def _ratio(scores: Sequence[float], dense: Sequence[float]) -> str:
-    share = estimate_ratio(scores, dense)
-    return f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
 
 
 def _mean(values: Iterable[float]) -> float:
