@@ -17,7 +17,7 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.results import ResultFile, read_runs
-from research.real import decode, pages, prefill, routing, rules, sinks
+from research.real import decode, pages, prefill, reuse, routing, rules, sinks
 from research.real.answers import measure_answers
 from research.real.model import Llama
 from research.real.report import tables
@@ -27,10 +27,11 @@ from vllm_sparse_plugin.tools.arguments import open_tokenizer, run_app
 from vllm_sparse_plugin.tools.needles import library_text
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-STUDIES = ("answers", "prefill", "routing", "pages", "decode", "sinks")
+STUDIES = ("answers", "prefill", "routing", "pages", "decode", "reuse", "sinks")
 PROSE, CODE = "prose", "code"
 PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
 DECODE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES)
+REUSE_ARMS = tuple(pages.KINDS_OF_PAGES)
 _LIBRARY_CHARS = 4_000_000
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
@@ -126,6 +127,9 @@ def run(
             list(map(int, budgets.split(","))),
             list(map(int, first_dense.split(","))),
         ),
+        "reuse": lambda: reuse.measure_reuse(
+            loaded, exact, held_out, measured, chosen["reuse"], list(map(int, budgets.split(",")))
+        ),
         "sinks": lambda: sinks.measure_sinks(loaded, measured, chosen["sinks"], encode(_WORD)[0]),
     }
     with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
@@ -161,7 +165,7 @@ def choose_arms(arms: str) -> dict[str, list[str]]:
     """
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
-        "pages": PAGE_ARMS, "decode": DECODE_ARMS, "sinks": sinks.ARMS,
+        "pages": PAGE_ARMS, "decode": DECODE_ARMS, "reuse": REUSE_ARMS, "sinks": sinks.ARMS,
     }  # fmt: skip
     names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
     return {study: [name for name in each if names is None or name in names] for study, each in known.items()}

@@ -23,8 +23,8 @@ BUDGETS = (16, 64, 256)
 """Pages that are read, including the first and the newest complete page. The incomplete page is read in addition."""
 REFINED = (0.125, 0.25, 0.5)
 """Shares of the pages that the second level scores."""
-_WIDE_STEP = 0.7
-"""Step of quarters over the root mean square: twice the step for a normal distribution, for keys with heavy tails."""
+_WIDE_STEPS = 0.5, 0.7
+"""Steps of quarters over the root mean square, for keys with heavy tails. A normal distribution asks for .3352."""
 _BELOW = 1e4
 """Subtracted from scores of the first level, which puts them below those of the second level."""
 SUPER = 4
@@ -151,7 +151,8 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "halves8": Kind(lambda k: _best_of(in_8_bits(_split(k, 2))), lambda d: 2 * d + 4),
     "quarters4_deviation": Kind(lambda k: _with_deviation(_quarters(k), _spread(k, 4), 0.25), lambda d: 2 * d + 2),
     "keys2": Kind(_all_keys, lambda d: 2 * d),
-    "quarters4_wide": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEP)), lambda d: 2 * d),
+    "quarters4_wide": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEPS[0])), lambda d: 2 * d),
+    "quarters4_wider": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEPS[1])), lambda d: 2 * d),
     "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d),
     "keys_exact": Kind(_best_of, lambda d: 16 * d),
     "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d),

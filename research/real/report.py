@@ -19,7 +19,7 @@ def tables(rows: Rows) -> Iterator[Table]:
     """Yield a table for each study in the rows."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
-        "sinks": _sinks,
+        "reuse": _reuse, "sinks": _sinks,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -110,14 +110,24 @@ def _pages(rows: Rows) -> list[Table]:
 
 
 def _decode(rows: Rows) -> list[Table]:
+    columns = {"arm": "arm", "reduce": "group", "pages": "pages", "first_dense": "first dense"}
+    return _excess(rows, "Decode from chosen pages", columns)
+
+
+def _reuse(rows: Rows) -> list[Table]:
+    columns = {"arm": "arm", "pages": "pages", "plan": "plan", "anchors": "anchors"}
+    return _excess(rows, "Decode from pages of another layer", columns)
+
+
+def _excess(rows: Rows, title: str, columns: dict[str, str]) -> list[Table]:
+    """Return a table for each kind and context: agreement and excess by the columns, which have titles."""
     scored = [row for row in rows if "agreement" in row]
     noise = {row["text"]: row["agreement"] for row in scored if row["arm"] == NOISE}
     made = []
     for (kind, context), of_kind in _groups(scored, "kind", "context_tokens").items():
-        table = Table(title=f"Decode from chosen pages: {kind}, {context} tokens")
-        for column in ("arm", "group", "pages", "first dense", "agreement", "excess", "95 %"):
+        table = Table(title=f"{title}: {kind}, {context} tokens")
+        for column in (*columns.values(), "agreement", "excess", "95 %"):
             table.add_column(column, no_wrap=True)
-        columns = "arm", "reduce", "pages", "first_dense"
         for key, group in _groups(of_kind, *columns).items():
             found = [row["agreement"] for row in group]
             excess = estimate_excess([noise.get(row["text"], 1.0) for row in group], found, SCORED)

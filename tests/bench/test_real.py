@@ -8,7 +8,7 @@ import torch
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
-from research.real import decode, pages, prefill, routing, rules, sinks
+from research.real import decode, pages, prefill, reuse, routing, rules, sinks
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read
@@ -276,13 +276,39 @@ def test_a_decode_that_reads_every_page_is_dense(model, text):
 
 def test_a_decode_reads_chosen_pages_and_what_no_page_holds_yet():
     layer = pages.Layer.of(torch.randn(4, 3, 16), torch.randn(2, 45, 16), 0.25)
-    read = decode.chosen_tokens(layer, pages.ORACLE, "max", 3, 45)
+    read = decode.tokens_of(decode.chosen_pages(layer, pages.ORACLE, "max", 3), layer, 45)
     assert read.shape == (2, 3, 45)
     for row, position in enumerate((42, 43, 44)):
         assert read[:, row, :8].all()
         assert read[:, row, 32 : position + 1].all()
         assert not read[:, row, position + 1 :].any()
         assert (read[:, row, 8:32].sum(dim=-1) == 8).all()
+
+
+def test_a_layer_that_reads_its_own_choice_is_a_decode(model, text):
+    rows = list(reuse.measure_reuse(model, None, [text], [text], ["mean8"], [2, 64]))
+    agreement = {(row["pages"], row["plan"]): row["agreement"] for row in rows if row["arm"]}
+    alone = list(decode.measure_decode(model, None, [text], ["mean8"], ["max"], [2], [0]))
+    assert agreement[2, "each"] == alone[0]["agreement"]
+    assert {value for (budget, _), value in agreement.items() if budget == 64} == {1.0}
+    assert {row["plan"]: row["anchors"] for row in rows if row["arm"]}["every2"] == -(-model.num_layers // 2)
+
+
+def test_anchors_are_placed_where_the_least_weight_is_lost():
+    loss = torch.tensor([[0, 9, 9, 9], [5, 0, 9, 9], [6, 1, 0, 9], [7, 2, 1, 0]]).float()
+    assert reuse.place_anchors(loss, 4) == [0, 1, 2, 3]
+    assert reuse.place_anchors(loss, 2) == [0, 1, 1, 1]
+    assert reuse.place_anchors(loss, 3) == [0, 1, 2, 2]
+    assert reuse.place_anchors(loss, 1) == [0, 0, 0, 0]
+
+
+def test_heads_read_the_pages_that_hold_most_of_their_weight():
+    caught = torch.zeros(2, 2, 2, 2)
+    caught[0, 0], caught[1, 1] = torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([[0.7, 0.1], [0.2, 0.9]])
+    caught[1, 0] = torch.tensor([[0.3, 0.6], [0.5, 0.1]])
+    plan = next(plan for plan in reuse.plans_of(caught) if plan.name == "every2_heads")
+    assert plan.anchors == [0, 0]
+    assert plan.heads[1, 0].tolist() == [1, 0]
 
 
 def test_first_and_newest_page_and_the_rest_are_always_read():
@@ -368,6 +394,7 @@ def test_names_choose_arms():
         "routing": [],
         "pages": [],
         "decode": [],
+        "reuse": [],
         "sinks": [],
     }
     assert choose_arms("")["answers"] == list(RULES)
@@ -391,10 +418,11 @@ def test_tables_of_all_studies(model, question, text, monkeypatch):
         *routing.measure_routing(model, model, [text], [text], ["cosine"], [0.1]),
         *pages.measure_pages(model, [text], ["mean8"], ["max"]),
         *decode.measure_decode(model, model, [text], ["mean8"], ["max"], [2], [0]),
+        *reuse.measure_reuse(model, model, [text], [text], ["mean8"], [2]),
         *sinks.measure_sinks(model, [text], sinks.ARMS, 0),
     ]  # fmt: skip
     rows = json.loads(json.dumps(rows))
     assert {row["arm"] for row in rows if "survive" in row} == set(RULES)
     assert [table.title.split()[0] for table in tables(rows)] == [
-        "RULER", "Prefill", "Skipped", "Weight", "Decode", "First", "Weights", "Loss",
+        "RULER", "Prefill", "Skipped", "Weight", "Decode", "Decode", "First", "Weights", "Loss",
     ]  # fmt: skip
