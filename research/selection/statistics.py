@@ -122,12 +122,18 @@ class Newest(Statistics):
         return Scores(ages.view(torch.bfloat16).expand(shape), 0)
 
 
+def _deviation(weight: float) -> Stored:
+    """Return mean and deviation with a lambda."""
+    return Stored(lambda size: UniqueSelection(statistics="bf16", page_size=size, **{"lambda": weight}))  # type: ignore[arg-type]
+
+
 STATISTICS: dict[str, Statistics] = {
     "eighths": Stored(lambda size: UniqueSelection(statistics="eighths", page_size=size)),  # type: ignore[arg-type]
     "quarters": Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size)),  # type: ignore[arg-type]
     "sketch": Stored(lambda size: UniqueSelection(statistics="sketch", page_size=size)),  # type: ignore[arg-type]
     "unique-int8": Stored(lambda size: UniqueSelection(statistics="int8", page_size=size)),  # type: ignore[arg-type]
     "unique-bf16": Stored(lambda size: UniqueSelection(statistics="bf16", page_size=size)),  # type: ignore[arg-type]
+    **{f"unique-bf16-{weight}": _deviation(weight) for weight in (0.25, 0.5, 1.5, 2.0)},
     "mean": Stored(lambda size: MeanSelection(page_size=size)),  # type: ignore[arg-type]
     "quest": Stored(lambda size: QuestSelection(page_size=size)),  # type: ignore[arg-type]
     "infllm": Stored(lambda size: InfLLMSelection(page_size=size)),  # type: ignore[arg-type]
