@@ -76,6 +76,33 @@ def accuracy_gpu() -> Block:
     return Block(table(["statistics", *(f"{budget} tokens" for budget in budgets)], lines), paths)
 
 
+_WEIGHTS = _CPU / "page-scores" / "smollm2_lambda.jsonl"
+_WEIGHTED = {
+    "mean": "0 (mean alone)",
+    "unique-bf16-0.5": "0.5",
+    "unique-bf16": "1",
+    "unique-bf16-1.5": "1.5",
+    "unique-bf16-2.0": "2",
+    "oracle": "true weight (a bound)",
+}
+"""Statistics and the lambda of their score."""
+
+
+def deviation_weights() -> Block:
+    """The attention weight that the selected pages hold, by lambda, page size and budget."""
+    masses: dict[tuple[int, int], dict[str, list[float]]] = {}
+    for row in read_run(_WEIGHTS).rows:
+        if row["rule"] == "budget":
+            found = masses.setdefault((row["page_size"], row["target"]), {})
+            found.setdefault(row["statistics"], []).append(row["mass"])
+    lines = []
+    for kind, name in _WEIGHTED.items():
+        cells = (f"{sum(found[kind]) / len(found[kind]):.3f}" for found in masses.values())
+        lines.append([name, *cells])
+    headings = (f"pages of {size}, {budget:,} tokens" for size, budget in masses)
+    return Block(table(["lambda", *headings], lines), [_WEIGHTS])
+
+
 _DRAFT_TOKENS = 8
 """The number of draft tokens in the table."""
 

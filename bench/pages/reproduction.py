@@ -1,0 +1,145 @@
+"""Blocks that put the numbers of the papers beside those measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS
+from bench.pages import measured
+from bench.pages.measured import Found
+
+_MACHINES = {RESULTS / "h200": "H200", RESULTS / "cpu-2core": "CPU"}
+
+
+class Claim(NamedTuple):
+    """A number of a paper. `published` is copied from the paper by hand."""
+
+    result: str
+    """Where the paper states it, and what it is."""
+    published: str
+    difference: str
+    """The main reason why the value here is not like the paper's, or why there is none."""
+    here: Callable[[], Found] | None = None
+    """The value of this project; None if it is not measured."""
+
+
+_UNIQUE = (
+    Claim("Table 1: LongBench Pro, 1,024 / 512 tokens", "36.72 / 36.58 of 37.70", "text",
+          measured.changed_tokens),
+    Claim("Table 2: RULER 32K, 512 tokens", "90.78 of 93.15", "4K", measured.ruler),
+    Claim("Table 2: Quest, InfLLM, UNIQUE, 512 tokens", "84.14, 73.30, 90.78", "4K",
+          measured.policies),
+    Claim("Table 2: H2O, 512 tokens", "56.00 of 93.15", "1,024 of 4K", measured.evicted_answers),
+    Claim("Table 3: trained, 512 tokens", "37.25 of 36.55", "hard mask", measured.trained),
+    Claim("Tables 4, 5: speech, error", "18.60, trained 17.89; dense 18.25", "no speech model"),
+    Claim("Table 6: without, with deviation", "19.11, 18.60 (errors)", "needles", measured.deviation),
+    Claim("Table 7: soft, hard mask", "17.89, 18.32 (errors)", "unlike data, teacher",
+          measured.masks),
+    Claim("Table 8: fused score, 8K, 128K", "39, 342 µs (1.73x, 1.46x)", "H200, warm cache",
+          measured.fused_score),
+    Claim("Table 9: top-k, 1K, 16K pages (FlashInfer; PyTorch)", "13, 22 µs (2.0x, 1.4x; 2.4x, 4.6x)",
+          "H200, warm cache", measured.top_k),
+    Claim("Fig. 2: attention, 128K x 32, over FlashInfer", "11.4x", "other statistics",
+          measured.attention_kernel),
+    Claim("Fig. 3: decode step, 128K", "at least 5.3x", "other batch, drawn weights", measured.end_to_end),
+)  # fmt: skip
+_SINKROUTER = (
+    Claim("Table 1: largest other weight if first is 0.8", "0.0195 (ratio 51) at 16K", "no BOS",
+          measured.other_weights),
+    Claim("Fig. 1: norm of the first value", "near 0", "no BOS", measured.value_norm),
+    Claim("Fig. 2: norm of the first key", "below others", "no BOS", measured.key_norm),
+    Claim("Fig. 3: keys of BOS", "compact cluster", "no projection drawn", measured.query_cosine),
+    Claim("Fig. 9: writes of sink heads, others", "smaller, less aligned", "other model", measured.writes),
+    Claim("Table 2: LongBench, 60% skipped", "49.89 of 50.58", "needles; trained for sinks",
+          measured.routed_answers),
+    Claim("Fig. 5: accuracy by skipped share", "flat, then falls", "next tokens", measured.routed_texts),
+    Claim("Table 2: H2O, StreamingLLM, 40%", "50.61, 32.82 of 50.58", "no LongBench"),
+    Claim("Tables 3, 4, 5: InfiniteBench; images", "53.47 of 53.43; 53.82 of 54.05; 32.89 of 33.14", "no such data"),
+    Claim("Figs. 6, 7: decode step, 512K", "2.03x", "forced; rival FlashAttention 3",
+          measured.routed_steps),
+    Claim("Fig. 8: skipped share by threshold, task, length", "60% held by a cubic", "no sweep of 50 samples"),
+    Claim("Fig. 10: AUPRC of the cosine", "0.773", "tiny models", measured.cosine_finds),
+    Claim("Fig. 11: sink groups among skipped", "most", "other model", measured.skipped_sinks),
+)  # fmt: skip
+_ART = (
+    Claim("Tables 1, 7: LongBench; time per token", "45.74 of 46.29; 1.16x", "needles, no time",
+          measured.stopped_answers),
+    Claim("Table 2: NIAH 32K", "78.65 of 99.34; SnapKV 95.68 of 99.37", "1K to 8K",
+          measured.stopped_needles),
+    Claim("Table 3, Fig. 7: without scale, direction, patience", "19.34, 43.87, 41.54 (45.74)",
+          "larger tau", measured.ablation),
+    Claim("Table 4: probe agrees, 8K", "99.88%", "all layers", measured.probe),
+    Claim("Table 6: cost of tests", "1.3%", "one layer", measured.stop_tests),
+    Claim("Fig. 4: error by loaded share", "falls fast", "one point", measured.loaded_share),
+    Claim("Fig. 5: throughput", "up to 1.20x", "stop forced", measured.stopped_steps),
+    Claim("Fig. 6: tau 1e-4", "44.71 (46.0)", "needles", measured.tolerances),
+    Claim("Fig. 8: gain by length", "grows", "artificial data", measured.stopped_lengths),
+    Claim("Fig. 1; Theorems", "key scores miss outputs; bound", "no study"),
+)  # fmt: skip
+_ZIPVL = (
+    Claim("Table 1: VQAv2, tau 0.975", "80.4 of 80.9", "text", measured.prefill_forms),
+    Claim("Table 2: Video-MME; operations; cache", "52.6 of 52.6; -82.3%; -57.9%", "text",
+          measured.prefill_operations),
+    Claim("Table 3: adaptive, fixed ratio; in a quantized cache", "52.4, 51.1; 54.06, 53.75", "no study"),
+    Claim("Table 4: first token, 128K", "20.57 of 48.01 s (2.3x)", "chunks of 8K, drawn weights",
+          measured.first_token),
+    Claim("Table 4: throughput, 16K", "2.8x", "cache is kept"),
+    Claim("Figs. 5, A: smaller tau", "falls below 0.97", "text", measured.prefill_taus),
+    Claim("Table A: hybrid, random probes", "52.6, 6.3 of 54.8", "no study"),
+    Claim("Table B: normalised, accumulated score", "52.64, 52.40", "no study"),
+    Claim("Table C: probe, 16K; Figs. 3, 4: ratio by layer", "0.95 s of 3.48; varies", "no study"),
+)  # fmt: skip
+_STREAMING_LLM = (
+    Claim("perplexity: dense, window, 4 sinks", "6, above 1,000, below 7",
+          "window of 1,024", measured.window_loss),
+    Claim("“the” four times as sinks", "most of the gain", "other model", measured.window_word),
+    Claim("at 64K: without, with sinks", "-", "tiny models", measured.streams),
+    Claim("heat map: first tokens", "bright stripe", "a mean", measured.first_weight),
+    Claim("H2O throughput; step at 64K, dense, Quest", "29x; 6.2, 3.2 ms (computed)", "no OPT; other GPU"),
+)  # fmt: skip
+CLAIMS: dict[str, Sequence[Claim]] = {
+    "unique": _UNIQUE, "sinkrouter": _SINKROUTER, "art": _ART, "zipvl": _ZIPVL, "streaming_llm": _STREAMING_LLM,
+}  # fmt: skip
+"""By the block that shows them."""
+
+
+def unique() -> Block:
+    """UNIQUE."""
+    return _block("unique")
+
+
+def sinkrouter() -> Block:
+    """SinkRouter."""
+    return _block("sinkrouter")
+
+
+def art() -> Block:
+    """ART."""
+    return _block("art")
+
+
+def zipvl() -> Block:
+    """ZipVL."""
+    return _block("zipvl")
+
+
+def streaming_llm() -> Block:
+    """StreamingLLM and the text about sinks."""
+    return _block("streaming_llm")
+
+
+def _block(name: str) -> Block:
+    lines: list[list[str]] = []
+    sources: list[Path] = []
+    for claim in CLAIMS[name]:
+        if claim.here is None:
+            lines.append([claim.result, claim.published, "not measured", "", claim.difference])
+            continue
+        found = claim.here()
+        machines = dict.fromkeys(_MACHINES[path.parents[1]] for path in found.paths)
+        lines.append([claim.result, claim.published, found.text, ", ".join(machines), claim.difference])
+        sources += found.paths
+    return Block(table(["result", "paper", "here", "machine", "main difference"], lines), sources)
