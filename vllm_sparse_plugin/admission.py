@@ -243,6 +243,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
         expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null")
         expect(config.stop_rule is None, field, f"{got} with stopping", "null")
+    if model is not None and not isinstance(anchors := config.anchor_layers, int):
+        first, last = config.config.first_dense_layers, model.hf_text_config.num_hidden_layers - 1
+        given = first <= anchors[0] and anchors[-1] <= last
+        expect(given, f"{KEY}.selection.anchor_layers", list(anchors), f"layers from {first} to {last}")
     # With this option vLLM does not tell whether a request's last token is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
     # Two half batches at the same time would share the scratch and the counts of a layer.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
 """Supported KV connectors: they move whole blocks with statistics rows, or fill blocks with noise to measure time."""
-STATISTICS_VERSION = 1
+STATISTICS_VERSION = 2
 """Version of the bytes of page statistics. Raise it when the bytes of a format change. See `test_connectors.py`."""
 
 _OF_DECODE = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sparse_kernels.page_statistics.kinds import KINDS
+from sparse_kernels.page_statistics.codes import Codes
 from sparse_kernels.page_statistics.kinds.rotation import rotate
 
 from research.real.model import Cache, Llama, causal_weights, read
@@ -23,8 +23,12 @@ BUDGETS = (16, 64, 256)
 """Pages that are read, including the first and the newest complete page. The incomplete page is read in addition."""
 REFINED = (0.125, 0.25, 0.5)
 """Shares of the pages that the second level scores."""
-_WIDE_STEPS = 0.5, 0.7
-"""Steps of quarters over the root mean square, for keys with heavy tails. A normal distribution asks for .3352."""
+QUARTERS = Codes(bits=4, vectors=4, spacing=0.3352, dropped=2)
+"""Quarters with the step that a normal distribution asks for."""
+WIDE, WIDER = replace(QUARTERS, spacing=0.5), replace(QUARTERS, spacing=0.7)
+"""Quarters with larger steps, for keys with heavy tails. The statistics `quarters` have the codes `WIDER`."""
+ALL_KEYS = Codes(bits=2, vectors=PAGE, spacing=0.9957, dropped=2)
+"""All keys of a page in the bytes of quarters."""
 _BELOW = 1e4
 """Subtracted from scores of the first level, which puts them below those of the second level."""
 SUPER = 4
@@ -51,11 +55,8 @@ def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
     return (rows / step).round() * step
 
 
-def in_codes(name: str, vectors: torch.Tensor, spacing: float | None = None) -> torch.Tensor:
-    """Round vectors `[..., vectors, head_size]` like the statistics `name`, or with another spacing of its codes."""
-    codes = KINDS[name].codes
-    assert codes is not None
-    codes = replace(codes, spacing=spacing or codes.spacing)
+def in_codes(codes: Codes, vectors: torch.Tensor) -> torch.Tensor:
+    """Round vectors `[..., codes.vectors, head_size]` by storing and reading them."""
     packed, steps = codes.pack(vectors)
     return codes.unpack(packed) * codes.per_vector(steps.float())[..., None]
 
@@ -134,14 +135,14 @@ def _far(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _all_keys(keys: torch.Tensor, best: bool = False) -> Estimate:
-    vectors = in_codes("eighths", rotate(keys))
+    vectors = in_codes(ALL_KEYS, rotate(keys))
     if best:
         return lambda query: _dot(rotate(query), vectors).amax(dim=-1) + math.log(PAGE)
     return lambda query: _dot(rotate(query), vectors).logsumexp(dim=-1)
 
 
-def _quarters(keys: torch.Tensor, spacing: float | None = None) -> torch.Tensor:
-    return in_codes("quarters", _split(keys, 4), spacing)
+def _quarters(keys: torch.Tensor, codes: Codes = QUARTERS) -> torch.Tensor:
+    return in_codes(codes, _split(keys, 4))
 
 
 KINDS_OF_PAGES: dict[str, Kind] = {
@@ -151,14 +152,14 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "halves8": Kind(lambda k: _best_of(in_8_bits(_split(k, 2))), lambda d: 2 * d + 4),
     "quarters4_deviation": Kind(lambda k: _with_deviation(_quarters(k), _spread(k, 4), 0.25), lambda d: 2 * d + 2),
     "keys2": Kind(_all_keys, lambda d: 2 * d),
-    "quarters4_wide": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEPS[0])), lambda d: 2 * d),
-    "quarters4_wider": Kind(lambda k: _best_of(_quarters(k, _WIDE_STEPS[1])), lambda d: 2 * d),
+    "quarters4_wide": Kind(lambda k: _best_of(_quarters(k, WIDE)), lambda d: 2 * d),
+    "quarters4_wider": Kind(lambda k: _best_of(_quarters(k, WIDER)), lambda d: 2 * d),
     "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d),
     "keys_exact": Kind(_best_of, lambda d: 16 * d),
     "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d),
     "quarters4_centred": Kind(lambda k: _best_of(_quarters(_centred(k))), lambda d: 2 * d),
     "quarters4_sum": Kind(lambda k: _sum_of(_quarters(k)), lambda d: 2 * d),
-    "sorted_quarters4": Kind(lambda k: _best_of(in_codes("quarters", _split(_by_direction(k), 4))), lambda d: 2 * d),
+    "sorted_quarters4": Kind(lambda k: _best_of(_quarters(_by_direction(k))), lambda d: 2 * d),
     "sorted_halves8": Kind(lambda k: _best_of(in_8_bits(_split(_by_direction(k), 2))), lambda d: 2 * d + 4),
     "far8": Kind(lambda k: _best_of(in_8_bits(_far(k))), lambda d: 2 * d + 4),
     "variances8": Kind(_variances, lambda d: 2 * d + 4),

@@ -28,9 +28,14 @@ class Plan:
         self.name, self.anchors, self.heads = name, list(anchors), heads
 
     @property
+    def layers(self) -> list[int]:
+        """The layers that choose."""
+        return sorted(set(self.anchors))
+
+    @property
     def num_anchors(self) -> int:
-        """Layers that choose."""
-        return len(set(self.anchors))
+        """How many layers choose."""
+        return len(self.layers)
 
     def choose(self, arm: str, budget: int) -> Any:
         """Return the choice of `predict`."""
@@ -97,15 +102,17 @@ def plans_of(caught: torch.Tensor) -> list[Plan]:
     """Return the plans to compare, from `caught_weight`."""
     layers = len(caught)
     mapped, heads = caught.max(dim=-1)
-    layer = torch.arange(layers, device=caught.device)
-    alone = caught[layer, layer].diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-    loss = alone[:, None] - mapped.mean(dim=-1)
-    loss[layer, layer] = 0
+    same = caught.diagonal(dim1=-2, dim2=-1)
+    alone = same.mean(dim=-1).diagonal()
+    loss, loss_by_heads = (alone[:, None] - found.mean(dim=-1) for found in (same, mapped))
+    loss_by_heads.fill_diagonal_(0)
     plans = [Plan("each", range(layers))]
     for stride in STRIDES:
         anchors = [index - index % stride for index in range(layers)]
         plans += [Plan(f"every{stride}", anchors), Plan(f"every{stride}_heads", anchors, heads)]
-    plans += [Plan(f"placed{share}_heads", place_anchors(loss, -(-layers // share)), heads) for share in SHARES]
+    for share in SHARES:
+        plans.append(Plan(f"placed{share}", place_anchors(loss, -(-layers // share))))
+        plans.append(Plan(f"placed{share}_heads", place_anchors(loss_by_heads, -(-layers // share)), heads))
     return plans
 
 
@@ -137,7 +144,7 @@ def measure_reuse(
         for (arm, budget), compared in plans.items():
             for plan in compared:
                 yield about | {
-                    "arm": arm, "pages": budget, "plan": plan.name, "anchors": plan.num_anchors,
+                    "arm": arm, "pages": budget, "plan": plan.name, "anchors": plan.num_anchors, "layers": plan.layers,
                     "agreement": decoded.agreement(plan.choose(arm, budget)),
                 }  # fmt: skip
         yield {"study": "reuse", "text": text.name, "arm": "", "seconds": round(time.monotonic() - begin, 3)}

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_statistics.codes import Codes
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
@@ -328,6 +330,17 @@ def test_all_keys_estimate_the_weight_of_a_page():
     }  # fmt: skip
     assert error["keys2"] < error["mean8"]
     assert all(value < 2 for value in error.values()), error
+
+
+def test_codes_of_the_arms_stay_those_that_were_measured():
+    keys = (torch.arange(2 * 3 * pages.PAGE * 64).view(2, 3, pages.PAGE, 64) * 37 % 101 - 50).float()
+    squares = keys.unflatten(-2, (4, 2)).mean(dim=-2)[..., :2, 2:].square().mean(dim=(-2, -1))
+    for codes, spacing in ((pages.QUARTERS, 0.3352), (pages.WIDE, 0.5), (pages.WIDER, 0.7)):
+        vectors = pages.in_codes(codes, keys.unflatten(-2, (4, 2)).mean(dim=-2))
+        step = vectors[..., 0, 2:].abs().amin(dim=-1) * 2
+        torch.testing.assert_close(step, squares.sqrt() * spacing, rtol=0.01, atol=0)
+    assert KINDS["quarters"].codes == pages.WIDER
+    assert Codes(bits=2, vectors=8, spacing=0.9957, dropped=2) == pages.ALL_KEYS
 
 
 @pytest.mark.parametrize(("num_sinks", "newest"), [(0, 7), (4, 7), (4, 64)])

@@ -250,7 +250,7 @@ def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention(tmp_pat
     rng = random.Random(1)
     lengths = [rng.randrange(20, 1500 if index % 5 == 0 else 400) for index in range(50)]
     prompts = [[0, *(rng.randrange(3, 4000) for _ in range(length))] for length in lengths]
-    config = {"selection": {"budget_tokens": 2048}, "min_context_tokens": 0}
+    config = {"selection": {"budget_tokens": 2048, "anchor_layers": 2}, "min_context_tokens": 0}
     with run_engine("unique", config, model=model, max_num_seqs=8) as engine:
         sparse = engine.answer(prompts, max_tokens=8)
     with run_engine(None, model=model, max_num_seqs=8) as engine:

@@ -67,8 +67,11 @@ SCALES = SimpleNamespace(
 )  # fmt: skip
 
 
-def run(layer, builder, common, drafts=False):
-    """One step on a filled cache: output, and the step's metadata."""
+def run(layer, builder, common, drafts=False, then=None):
+    """One step on a filled cache: output, and the step's metadata.
+
+    `then` takes the query, the new keys and values, the cache and the metadata.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
@@ -88,6 +91,8 @@ def run(layer, builder, common, drafts=False):
     output = torch.full((tokens, HEADS * GROUP, SIZE), torch.nan, dtype=torch.bfloat16)
     query = random(tokens, HEADS * GROUP, SIZE)
     layer.forward(SCALES, query, *new, cache, metadata, output)
+    if then is not None:
+        then(query, new, cache, metadata)
     whole = torch.full_like(output, torch.nan)
     FlashAttentionImpl.forward(layer, SCALES, query, *new, cache[:, :, :BLOCK], metadata, whole)
     return output.float(), whole.float(), metadata

@@ -77,6 +77,10 @@ REFUSED = {
         {"prefill_context_parallel_size": 2},
         f"prefill_context_parallel_size: got 2, {UNIQUE}1",
     ),
+    "an anchor behind the last layer": (
+        {"additional_config": settings(anchor_layers=[0, 8])},
+        f"sparse_attention.selection.anchor_layers: got [0, 8], {UNIQUE}layers from 0 to 1",
+    ),
     "connector that copies tokens": (
         connector("ExampleConnector"),
         f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "

@@ -93,6 +93,9 @@ def check_effects(resolved: ResolvedConfig) -> None:
            f"none, or {section}.min_context_tokens")  # fmt: skip
     expect(coverage is None, f"{KEY}.selection.budget_tokens", f"a value beside selection.coverage {coverage}",
            "one of the two; max_budget_tokens limits a coverage")  # fmt: skip
+    for section in ("routing", "stopping", "compaction"):
+        # A skipped group chooses no pages, and a page has other tokens in each layer after compaction.
+        expect(getattr(config, section) is None, f"{KEY}.selection.anchor_layers", f"a value with {section}", "none")
     for_cubic = "none, or with a cubic: a threshold is the same for all contexts"
     by_length = routing is None or routing.cubic is not None
     expect(by_length, f"{KEY}.routing.shortest", "a value with a threshold", for_cubic)

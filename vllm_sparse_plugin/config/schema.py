@@ -20,6 +20,7 @@ from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
@@ -205,6 +206,12 @@ class ResolvedConfig:
     def coverage(self) -> float | None:
         """Estimated share of the attention weight that decode steps read; None with a budget."""
         return self.selection.coverage if isinstance(self.selection, UniqueSelection) else None
+
+    @property
+    def anchor_layers(self) -> int | tuple[int, ...]:
+        """The layers that choose pages: every how manyth, or their indices; 1 if each layer chooses."""
+        alone = self.routing is None and self.compaction is None and self.config.stopping is None
+        return self.selection.anchor_layers if alone and isinstance(self.selection, ScoredSelection) else 1
 
     @property
     def is_sparse(self) -> bool:

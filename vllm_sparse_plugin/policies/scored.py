@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from sparse_kernels.formats import StatisticsFormat
 
 from vllm_sparse_plugin.policies.base import Selection
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from sparse_kernels.page_coverage import Limits
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
+_MOST_LAYERS = 1024
+
 
 class ScoredSelection(Selection):
     """Scores every page by its statistics and reads the best ones."""
@@ -26,6 +29,21 @@ class ScoredSelection(Selection):
     """Newest complete pages that are always read, within the budget."""
     statistics: StatisticsFormat = "int8"
     """Storage format of the page statistics."""
+    anchor_layers: Annotated[int | tuple[int, ...], "an integer from 1 to 64, or ascending layers"] = 1
+    """Layers that choose pages, every nth or by index; the others read the pages of an anchor before."""
+
+    @field_validator("anchor_layers", mode="plain")
+    @classmethod
+    def _one_number_or_ascending(cls, value: Any) -> int | tuple[int, ...]:
+        if type(value) is int and 1 <= value <= 64:
+            return value
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_LAYERS:
+            raise ValueError
+        if any(type(layer) is not int or not 0 <= layer < _MOST_LAYERS for layer in value):
+            raise ValueError
+        if any(after <= before for before, after in pairwise(value)):
+            raise ValueError
+        return tuple(value)
 
     @property
     def std_weight(self) -> float:

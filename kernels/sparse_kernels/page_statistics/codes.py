@@ -37,8 +37,8 @@ class Codes:
     vectors: int
     """Vectors of a record, a multiple of `8 / bits`."""
     spacing: float
-    """The step for elements of root mean square 1: the step of the uniform quantiser with this many levels that has the
-    smallest squared error for a normal distribution."""
+    """The step for elements of root mean square 1. For a normal distribution, .3352 with four bits and .9957 with two
+    bits have the smallest squared error."""
     dropped: int = 0
     """Leading dimensions that are not stored, 0 or 2. The step takes their two bytes of the row."""
 

@@ -48,7 +48,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
             usual = self.plan.selector.pages_read if self.plan.selector is not None else None
             limits = stack_limits([usual]) if usual is not None and usual.share else None
-            self._attend(token, self.cache, self.all_heads, limits)
+            attend_pages(token, self.cache, self._choose(token, self.cache, self.all_heads, limits), self.softmax)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:
@@ -141,7 +141,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if rest is not None:
             output[rest.tokens] = dense(query[rest.tokens], rest.metadata, torch.empty_like(output[rest.tokens]))
         if decode is not None:
-            output[decode.tokens] = self._decode(query[decode.tokens], decode)
+            output[decode.tokens] = self._decode(layer.layer_name, query[decode.tokens], decode)
         if prompts is not None:
             output[prompts.tokens] = self._prefill(query[prompts.tokens], prompts.part)
 
@@ -161,17 +161,21 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         window, rotation = self.plan.rolling
         return attend_rolling(prompts.batch(query), self.cache, self.softmax, window, rotation, torch.empty_like(query))
 
-    def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
-        """Routes, selects and attends; takes and returns `[num_tokens, num_heads, head_size]`."""
+    def _decode(self, name: str, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
+        """Routes, selects and attends in the layer `name`; takes and returns `[num_tokens, num_heads, head_size]`."""
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         routing = self.plan.routing
         skipped = None if routing is None else route_groups(tokens, self.cache.keys, routing)
+        given = None if self.plan.anchor is None else decode.chosen[self.plan.anchor]
         if decode.sampled is not None:
             with dropping(UNMEASURED):
-                self._measure(tokens, decode, skipped)
+                self._measure(tokens, decode, skipped, given)
         if routing is None or skipped is None:
-            return self._attend(tokens, self.cache, self.all_heads, decode.limits)
+            pages = self._choose(tokens, self.cache, self.all_heads, decode.limits) if given is None else given
+            if self.plan.is_anchor:
+                decode.chosen[name] = pages
+            return attend_pages(tokens, self.cache, pages, self.softmax)
         if routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
             routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
@@ -181,11 +185,12 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
         output = torch.zeros_like(grouped)
         limits = None if decode.limits is None else decode.limits[token]
-        output[token, head] = self._attend(active, self.cache_by_head, head[:, None], limits)
+        pages = self._choose(active, self.cache_by_head, head[:, None], limits)
+        output[token, head] = attend_pages(active, self.cache_by_head, pages, self.softmax)
         return output.flatten(1, 2)
 
-    def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Limits | None) -> torch.Tensor:
-        """Attends to the selected pages.
+    def _choose(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Limits | None) -> torch.Tensor:
+        """Returns the pages to read, and counts them.
 
         Args:
             tokens: the query tokens.
@@ -196,7 +201,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         pages, reads = self._pages(tokens, cache, limits)
         if reads is not None and self.plan.counters is not None:
             self.plan.counters.index_add_(0, heads.expand(reads.shape[:2]).flatten(), reads.flatten(0, 1))
-        return attend_pages(tokens, cache, pages, self.softmax)
+        return pages
 
     def _pages(
         self, tokens: QueryTokens, cache: KVCache, limits: Limits | None
@@ -214,20 +219,26 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None) -> None:
+    def _measure(
+        self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None, given: torch.Tensor | None
+    ) -> None:
         """Measures the selection of the sampled token if this layer is sampled; leaves out skipped KV groups.
 
         Args:
             tokens: the query tokens.
             decode: the tokens that attend sparsely.
             skipped: `[num_tokens, num_kv_heads]` bool; None without routing.
+            given: pages of the anchor layer; None if this layer chooses.
         """
         plan, sample = self.plan, decode.sampled
         if plan.quality is None or plan.selector is None or sample is None or not plan.quality.measures(sample):
             return
         one = slice(sample.token, sample.token + 1)
         token = tokens[one]
-        pages, _ = self._pages(token, self.cache, None if decode.limits is None else decode.limits[one])
+        if given is None:
+            pages, _ = self._pages(token, self.cache, None if decode.limits is None else decode.limits[one])
+        else:
+            pages = given[one]
         plan.quality.record(
             token, int(token.context_lens), self.cache, pages, self.softmax, plan.selector.page_selection(),
             decode.masses, None if skipped is None else skipped[one],

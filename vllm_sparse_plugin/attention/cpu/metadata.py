@@ -34,6 +34,9 @@ class DecodeTokens:
     """The sampled token by index, and the layers that measure it; None for none."""
     masses: torch.Tensor | None = None
     """Sums of the estimated masses of its request; None if they are not logged."""
+    chosen: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The pages that each anchor layer chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before
+    the layers that read its pages."""
 
 
 class PromptTokens(NamedTuple):

@@ -27,7 +27,7 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.attention.cuda.choose import choose_pages
 from vllm_sparse_plugin.attention.cuda.flash import attend_kept, varlen_attention
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
-from vllm_sparse_plugin.attention.cuda.metadata import DecodeRequests, SparseCUDAMetadata
+from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages, DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
 from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
@@ -143,12 +143,17 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
         """Attends with the decoding tokens of a step."""
         cache = scaled(self.cache, layer)
-        for decode in metadata.decode:
+        for part, decode in enumerate(metadata.decode):
             batch = self._batch_of(layer, query, decode)
-            if decode.limits is not None and self.plan.page_selection is not None:
+            if self.plan.anchor is not None:
+                chosen = metadata.chosen[self.plan.anchor, part]
+                batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
+            elif decode.limits is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
                 batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.limits, counters)
-            self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
+            pages = self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
+            if pages is not None:
+                metadata.chosen[layer.layer_name, part] = ChosenPages(pages, batch.budgets)
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
                 with dropping(UNMEASURED):
@@ -179,14 +184,22 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             batch = part.prompts.batch(query[part.tokens], scale)
             attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
 
-    def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
-        """Attends with decoding tokens as the plan says."""
+    def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> torch.Tensor | None:
+        """Attends with decoding tokens as the plan says.
+
+        Returns:
+            The chosen pages if other layers read them.
+        """
         plan = self.plan
         selection = plan.selection_of(batch)
-        if plan.selects_in_torch:
+        if plan.selects_in_torch and batch.pages is None:
             assert plan.selector is not None
             batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
-            assert batch.pages is not None
+        elif plan.is_anchor:
+            assert selection is not None
+            room = batch.num_tokens, cache.num_kv_heads, selection.k
+            output = replace(output, pages=batch.query.new_empty(room, dtype=torch.int32))
+        if batch.pages is not None:
             selection = PageSelection(batch.pages.shape[2])
         if selection is None:
             split_attention(
@@ -197,3 +210,4 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             sparse_decode(
                 batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
             )
+        return (batch.pages if output.pages is None else output.pages) if plan.is_anchor else None

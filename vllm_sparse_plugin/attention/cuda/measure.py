@@ -57,6 +57,11 @@ def _pages_read(
     """Returns the complete pages that one token reads: `[1, num_kv_heads, k]`, -1 for none."""
     selector, num_pages = plan.selector, token.num_pages(plan.page_size)
     assert selector is not None
+    if batch.pages is not None:
+        # Those of another layer.
+        pages, budgets = batch.pages[index : index + 1], batch.token_budgets()
+        most = pages.shape[2] if budgets is None else budgets[index].reshape(-1, 1)
+        return torch.where(torch.arange(pages.shape[2], device=pages.device) < most, pages, -1)
     if batch.scores is not None and batch.budgets is not None:
         # The coverage has decided the number of pages of each KV head; these are its best pages.
         assert isinstance(selector, ScoredSelection)

@@ -54,6 +54,15 @@ class SampledToken(NamedTuple):
     """Sums of the estimated masses of its request; None if they are not logged."""
 
 
+class ChosenPages(NamedTuple):
+    """The pages that an anchor layer chose, for the layers that read them."""
+
+    pages: torch.Tensor
+    """`[num_tokens, num_kv_heads, k]` int32, see `DecodeBatch.pages`."""
+    budgets: torch.Tensor | None
+    """See `DecodeBatch.budgets`."""
+
+
 @dataclass
 class SparseCUDAMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata of the whole batch, with the parts for sparse layers."""
@@ -71,6 +80,9 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """Tokens of prompts whose queries are kept for a vote."""
     sampled: SampledToken | None = None
     """The decoding token to measure; None for none."""
+    chosen: dict[tuple[str, int], ChosenPages] = field(default_factory=dict)
+    """The pages of this step by anchor layer and index in `decode`. An anchor layer runs before the layers that read
+    its pages."""
     verified: DecodeRequests | None = None
     """All requests of a step that only verifies drafts, densely; None in other steps."""
 

@@ -12,7 +12,8 @@ from sparse_kernels.page_statistics.codes import Codes
 from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, RecordFormat, StatisticsKind
 from sparse_kernels.page_statistics.kinds.rotation import rotate, rotate_back, rotated, rotated_back
 
-_FOUR_BITS = Codes(bits=4, vectors=4, spacing=0.3352, dropped=2)
+# Keys have heavy tails: twice the best step of a normal distribution keeps large elements. `research.real` measured it.
+_FOUR_BITS = Codes(bits=4, vectors=4, spacing=0.7, dropped=2)
 _TWO_BITS = Codes(bits=2, vectors=4, spacing=0.9957)
 _FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_TWO_BITS.spacing)
 

@@ -1,0 +1,68 @@
+"""Layers that read the pages of another layer."""
+
+from copy import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.cuda_layer import BLOCK, BUDGET, SCALES, asking, common_metadata, plan_of, run
+
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.requests.limits import StepLimits
+
+LENGTHS = [300, 40, 500, 600, 200]
+FOLLOWER = SimpleNamespace(**{**vars(SCALES), "layer_name": "follower"})
+
+
+def follow(layer, builder, common, change=None):
+    """The outputs of an anchor and of the layer behind it, which has the same queries, keys and values."""
+    follower = copy(layer)
+    follower.bind(replace(layer.plan, anchor="layer"))
+    layer.bind(replace(layer.plan, is_anchor=True))
+    outputs = []
+
+    def then(query, new, cache, metadata):
+        # A layer that reads pages of another layer reads no statistics.
+        cache[:, :, BLOCK:] = torch.nan
+        if change is not None:
+            change(metadata)
+        outputs.append(torch.full_like(query, torch.nan))
+        follower.forward(FOLLOWER, query, *new, cache, metadata, outputs[0])
+
+    output, whole, metadata = run(layer, builder, common, then=then)
+    decoding = slice(0, metadata.num_decode_tokens)
+    return output[decoding], outputs[0].float()[decoding], whole[decoding]
+
+
+@pytest.mark.parametrize("layer", ["unique", "quest", "infllm", "mean"], indirect=True)
+def test_a_layer_reads_the_pages_of_its_anchor(layer, builder):
+    common = common_metadata([4, 4, 1, 1, 70], LENGTHS, [False, False, False, True, True])
+    anchor, follower, whole = follow(layer, builder, common)
+    assert torch.equal(anchor, follower)
+    assert not torch.allclose(anchor, whole, atol=1e-2)
+
+
+def test_a_layer_with_a_coverage_reads_as_many_pages_as_its_anchor(layer, builder):
+    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
+    config = resolve(BUDGET | settings, "unique")
+    layer.bind(replace(plan_of(config), most_pages=1024))
+    builder.limits = StepLimits(
+        config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
+        torch.device("cpu"),
+    )  # fmt: skip
+    anchor, follower, _ = follow(layer, builder, common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4))
+    assert torch.equal(anchor, follower)
+
+
+def test_other_pages_give_another_output(layer, builder):
+    """The anchor's pages, and nothing else, decide the output."""
+
+    def oldest(metadata):
+        for key, chosen in metadata.chosen.items():
+            pages = torch.arange(chosen.pages.shape[2], dtype=torch.int32).expand_as(chosen.pages).contiguous()
+            metadata.chosen[key] = chosen._replace(pages=pages)
+
+    common = common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4)
+    anchor, follower, _ = follow(layer, builder, common, oldest)
+    assert not torch.allclose(anchor, follower, atol=1e-2)

@@ -1,0 +1,71 @@
+"""Which layers choose pages, and which layers read the pages of another."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_sparse_plugin.attention.plan import _expect_selecting, anchors_of
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+
+
+def layers(*indices: int, heads: int = 8) -> dict[str, SimpleNamespace]:
+    return {f"model.layers.{index}.attn": SimpleNamespace(num_kv_heads=heads) for index in indices}
+
+
+def anchors(found: dict[str, SimpleNamespace], anchor_layers: int | tuple[int, ...]) -> dict[int, int]:
+    """The anchor of each layer that has one, by index."""
+    of = anchors_of(found, anchor_layers)
+    return {int(name.split(".")[2]): int(anchor.split(".")[2]) for name, anchor in of.items()}
+
+
+def test_every_how_manyth_layer_chooses():
+    assert anchors(layers(*range(5)), 1) == {}
+    assert anchors(layers(*range(5)), 2) == {1: 0, 3: 2}
+    assert anchors(layers(*range(5)), 4) == {1: 0, 2: 0, 3: 0}
+
+
+def test_a_number_counts_the_layers_that_select_pages_in_the_order_of_the_model():
+    assert anchors(layers(23, 5, 11, 17), 2) == {11: 5, 23: 17}
+
+
+def test_listed_layers_choose_and_so_does_the_first():
+    assert anchors(layers(2, 3, 4, 5), (3, 5)) == {4: 3}
+
+
+def test_layers_with_other_heads_have_other_anchors():
+    found = layers(0, 1, 4) | layers(2, 3, heads=4)
+    assert anchors(found, 4) == {1: 0, 3: 2}
+
+
+@pytest.mark.parametrize("value", [0, 65, True, 2.0, "2", None, [], [1, 1], [3, 2], [-1], [1024], [True], {}, [[1]]])
+def test_other_values_are_refused(value):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"selection": {"anchor_layers": value}}, "unique")
+    allowed = "an integer from 1 to 64, or ascending layers"
+    assert str(caught.value) == f"sparse_attention.selection.anchor_layers: got {value!r}, allowed: {allowed}"
+
+
+def test_settings_are_read():
+    assert resolve({}, "unique").anchor_layers == 1
+    assert resolve({"selection": {"anchor_layers": 3}}, "quest").anchor_layers == 3
+    assert resolve({"selection": {"anchor_layers": [0, 4, 9]}}, "unique").anchor_layers == (0, 4, 9)
+    assert resolve({}, "dense").anchor_layers == 1
+
+
+@pytest.mark.parametrize("section", ["routing", "stopping", "compaction"])
+def test_settings_beside_which_each_layer_chooses(section):
+    preset = {"routing": "sinkrouter", "stopping": "art", "compaction": "snapkv"}[section]
+    policy = {"selection": {"policy": "unique", "anchor_layers": 2}}
+    with pytest.raises(ConfigurationError, match=f"anchor_layers: got a value with {section}, allowed: none"):
+        resolve(policy, preset)
+    assert resolve({"selection": {"policy": "unique"}}, preset).anchor_layers == 1
+
+
+def test_listed_layers_must_select_pages():
+    found = layers(0, 1, 2)
+    selecting = {name: layer for name, layer in found.items() if not name.startswith("model.layers.1.")}
+    _expect_selecting(found, selecting, (0, 2))
+    _expect_selecting(found, selecting, 2)
+    with pytest.raises(ConfigurationError, match="got layer 1, allowed: layers that attend to their whole context"):
+        _expect_selecting(found, selecting, (0, 1))
