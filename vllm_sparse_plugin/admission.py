@@ -21,6 +21,7 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
+from vllm_sparse_plugin.config.anchors import refuse_anchors
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
@@ -144,7 +145,9 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if name in names:
         config = resolved(vllm_config, backends[name])
         if config.routing is not None:
-            _expect_calibrated(partial(_refuse, name), vllm_config, config.routing)
+            _expect_model(
+                partial(_refuse, name), vllm_config, config.routing.fingerprint, config.routing.model, "thresholds"
+            )
         served = [layer for layer in layers.values() if layer.get_attn_backend().get_name() == name]
         _expect_layer_shapes(partial(_refuse, name), vllm_config, config, served)
         return
@@ -182,12 +185,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
     expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
     capability = (current_platform.get_device_capability() if on_cuda else None) or (0, 0)
-    expect(
-        not on_cuda or capability >= MIN_CAPABILITY,
-        "compute capability",
-        ".".join(map(str, capability)),
-        "8.0 or later",
-    )
+    shown = ".".join(map(str, capability))
+    expect(not on_cuda or capability >= MIN_CAPABILITY, "compute capability", shown, "8.0 or later")
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -243,10 +242,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
         expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null")
         expect(config.stop_rule is None, field, f"{got} with stopping", "null")
-    if model is not None and not isinstance(anchors := config.anchor_layers, int):
-        first, last = config.config.first_dense_layers, model.hf_text_config.num_hidden_layers - 1
-        given = first <= anchors[0] and anchors[-1] <= last
-        expect(given, f"{KEY}.selection.anchor_layers", list(anchors), f"layers from {first} to {last}")
+    if model is not None:
+        refusals += refuse_anchors(config, model.hf_text_config.num_hidden_layers)
+        _expect_model(expect, vllm_config, config.anchor_fingerprint, None, "anchors")
     # With this option vLLM does not tell whether a request's last token is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
     # Two half batches at the same time would share the scratch and the counts of a layer.
@@ -394,16 +392,19 @@ def _expect_routable(expect: _Expect, vllm_config: VllmConfig, routing: Routing)
         expect(False, f"{field}.recommended", "false, since vllm-sparse calibrate advises against routing",
                "another backend, or routing.accept not_recommended")  # fmt: skip
     elif Path(model.model).is_dir():
-        _expect_calibrated(expect, vllm_config, routing)
+        _expect_model(expect, vllm_config, routing.fingerprint, routing.model, "thresholds")
 
 
-def _expect_calibrated(expect: _Expect, vllm_config: VllmConfig, routing: Routing) -> None:
+def _expect_model(
+    expect: _Expect, vllm_config: VllmConfig, fingerprint: str | None, name: str | None, settings: str
+) -> None:
+    """Expects the model that settings were found for, given by its fingerprint and name."""
     model = vllm_config.model_config
-    if routing.fingerprint is None:
+    if fingerprint is None:
         return
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
-    expect(served == routing.fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
-           f"{routing.model or 'one'} with fingerprint {routing.fingerprint}, the model of the thresholds")  # fmt: skip
+    expect(served == fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
+           f"{name or 'one'} with fingerprint {fingerprint}, the model of the {settings}")  # fmt: skip
 
 
 def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from support.admission import (
     CUBIC,
@@ -16,6 +18,7 @@ from support.admission import (
 from vllm_sparse_plugin import admission, notices
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
@@ -80,6 +83,10 @@ REFUSED = {
     "an anchor behind the last layer": (
         {"additional_config": settings(anchor_layers=[0, 8])},
         f"sparse_attention.selection.anchor_layers: got [0, 8], {UNIQUE}layers from 0 to 1",
+    ),
+    "heads of too few layers": (
+        {"additional_config": settings(anchor_layers=[0], anchor_heads=[[]])},
+        f"sparse_attention.selection.anchor_heads: got 1 lists, {UNIQUE}one for each of 2 layers",
     ),
     "connector that copies tokens": (
         connector("ExampleConnector"),
@@ -317,3 +324,15 @@ def test_a_lambda_without_effect_is_refused(folder):
         "sparse_attention.selection.lambda: got 0.5 with statistics 'eighths', which store no deviation, "
         "allowed: with statistics int8, fp8 or bf16"
     )
+
+
+def test_anchors_of_another_model_are_refused(folder):
+    path = folder()
+    anchors = {"anchor_layers": [0], "fingerprint": "0123456789abcdef"}
+    sentence = refusal(path, additional_config=settings(**anchors))
+    assert sentence == (
+        f"model: got {Path(path).name} with fingerprint {fingerprint_of(path)}, {UNIQUE}one with fingerprint "
+        "0123456789abcdef, the model of the anchors"
+    )
+    own = settings(**anchors | {"fingerprint": fingerprint_of(path)})
+    assert engine_config(path, additional_config=own).additional_config == own

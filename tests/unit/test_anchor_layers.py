@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm_sparse_plugin.attention.plan import _expect_selecting, anchors_of
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.attention.anchors import anchors_of, expect_selecting, heads_of_anchors
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
@@ -65,7 +66,53 @@ def test_settings_beside_which_each_layer_chooses(section):
 def test_listed_layers_must_select_pages():
     found = layers(0, 1, 2)
     selecting = {name: layer for name, layer in found.items() if not name.startswith("model.layers.1.")}
-    _expect_selecting(found, selecting, (0, 2))
-    _expect_selecting(found, selecting, 2)
+    expect_selecting(found, selecting, (0, 2))
+    expect_selecting(found, selecting, 2)
     with pytest.raises(ConfigurationError, match="got layer 1, allowed: layers that attend to their whole context"):
-        _expect_selecting(found, selecting, (0, 1))
+        expect_selecting(found, selecting, (0, 1))
+
+
+def config(anchor_layers, anchor_heads) -> ResolvedConfig:
+    return resolve({"selection": {"anchor_layers": anchor_layers, "anchor_heads": anchor_heads}}, "unique")
+
+
+def heads(found, settings: ResolvedConfig, first: int = 0) -> dict[int, list[int]]:
+    of = heads_of_anchors(anchors_of(found, settings.anchor_layers), found, settings, first, torch.device("cpu"))
+    return {int(name.split(".")[2]): chosen.tolist() for name, chosen in of.items()}
+
+
+def test_heads_read_the_pages_of_the_heads_that_they_are_paired_with():
+    settings = config([0, 2], [[], [1, 0], [], [0, 0], []])
+    assert heads(layers(*range(5), heads=2), settings) == {1: [1, 0], 3: [0, 0]}
+
+
+def test_a_worker_takes_its_own_heads():
+    settings = config([0], [[], [1, 0, 3, 2]])
+    assert heads(layers(0, 1, heads=2), settings) == {1: [1, 0]}
+    assert heads(layers(0, 1, heads=2), settings, first=2) == {1: [1, 0]}
+    across = config([0], [[], [1, 2, 3, 0]])
+    with pytest.raises(ConfigurationError, match=r"anchor_heads: got \[1, 2, 3, 0\] for layer 1, allowed: as many as"):
+        heads(layers(0, 1, heads=2), across)
+    with pytest.raises(ConfigurationError, match=r"got \[1, 0, 3, 2\] for layer 1"):
+        heads(layers(0, 1, heads=8), settings)
+
+
+def test_layers_behind_an_anchor_that_is_not_listed_read_the_same_heads():
+    """The first layer of a pipeline stage chooses, though its heads were paired with those of another anchor."""
+    settings = config([0, 6], [[], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [], [1, 0]])
+    assert heads(layers(3, 4, 5, 6, 7, heads=2), settings) == {7: [1, 0]}
+
+
+@pytest.mark.parametrize("value", [1, [], "a", [0], [[-1]], [["a"]], [[True]], [[1024]], {}])
+def test_other_heads_are_refused(value):
+    with pytest.raises(ConfigurationError) as caught:
+        config([0], value)
+    allowed = "null, or a list of KV heads for each layer"
+    assert str(caught.value) == f"sparse_attention.selection.anchor_heads: got {value!r}, allowed: {allowed}"
+
+
+def test_heads_need_listed_anchors():
+    with pytest.raises(
+        ConfigurationError, match="anchor_heads: got heads with anchor_layers 2, allowed: null, or with"
+    ):
+        config(2, [[], [0]])

@@ -13,8 +13,8 @@ ALLOWED_TOP = (
     "speculation, diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = (
-    "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, anchor_layers, lambda, coverage, "
-    "min_budget_tokens or max_budget_tokens"
+    "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, anchor_layers, anchor_heads, fingerprint, "
+    "lambda, coverage, min_budget_tokens or max_budget_tokens"
 )
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.admission import attends_whole_context, drafts_with_attention
+from vllm_sparse_plugin.attention.anchors import anchors_of, expect_selecting, heads_of_anchors
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
@@ -62,6 +63,8 @@ class LayerPlan:
     """The policy that chooses pages; None if decoding tokens read every page."""
     anchor: str | None = None
     """The layer whose pages this layer reads; None if it chooses its own pages or reads every page."""
+    anchor_heads: torch.Tensor | None = None
+    """`[num_kv_heads]` int64, the KV heads of the anchor whose pages this layer's KV heads read; None for the same."""
     is_anchor: bool = False
     """Whether other layers read this layer's pages."""
     most_pages: int | None = None
@@ -169,17 +172,18 @@ def plan_layers(
         retention: the retention of these layers; None if they keep every token.
 
     Raises:
-        ConfigurationError: for anchor layers that select no pages; for routed layers with learned sinks, which replace
-            the first token; for a sparse draft with layers that do not attend to their whole context; for layers whose
-            positions cannot roll.
+        ConfigurationError: for anchors that these layers cannot have; for routed layers with learned sinks, which
+            replace the first token; for a sparse draft with layers that do not attend to their whole context; for
+            layers whose positions cannot roll.
     """
     of_draft = {name for name in layers if is_of_draft(name, vllm_config)}
     of_model = {name: layer for name, layer in layers.items() if name not in of_draft}
     routing, skipped = _routing_of(of_model, sparse, vllm_config, device)
     prefill, densities = _prefill_of(of_model, sparse, vllm_config, device)
     selecting = {name: layer for name, layer in of_model.items() if selects_pages(layer, sparse)}
-    _expect_selecting(of_model, selecting, sparse.anchor_layers)
+    expect_selecting(of_model, selecting, sparse.anchor_layers)
     anchors = anchors_of(selecting, sparse.anchor_layers)
+    heads = heads_of_anchors(anchors, selecting, sparse, first_kv_head(vllm_config) if anchors else 0, device)
     choosing = {name: layer for name, layer in selecting.items() if name not in anchors}
     reads = _counts_of_reads(choosing, sparse, vllm_config, device)
     counters = dict(zip(choosing, reads.of_layers, strict=True)) if reads else {}
@@ -202,6 +206,7 @@ def plan_layers(
             statistics=statistics if attends_whole_context(layer) else None,
             selector=sparse.selector if name in selecting or name in drafting else None,
             anchor=anchors.get(name),
+            anchor_heads=heads.get(name),
             is_anchor=name in anchors.values(),
             most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and varies_pages(sparse) else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
@@ -240,43 +245,6 @@ def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
     if sparse.selector is None or not attends_whole_context(layer):
         return False
     return _owner_index(layer) >= sparse.config.first_dense_layers
-
-
-def _expect_selecting(
-    layers: Mapping[str, Attention], selecting: Mapping[str, Attention], anchor_layers: int | tuple[int, ...]
-) -> None:
-    """Refuses an anchor layer that selects no pages."""
-    if isinstance(anchor_layers, int):
-        return
-    for name in layers:
-        index = extract_layer_index(name)
-        if name not in selecting and index in anchor_layers:
-            raise ConfigurationError(
-                f"{KEY}.selection.anchor_layers: got layer {index}, allowed: layers that attend to their whole context"
-            )
-
-
-def anchors_of(selecting: Mapping[str, Attention], anchor_layers: int | tuple[int, ...]) -> dict[str, str]:
-    """Returns the anchor of each layer that reads the pages of another layer.
-
-    The anchor of a layer is the nearest one before it with as many KV heads. A layer without one chooses its own pages.
-
-    Args:
-        selecting: the layers that select pages and share a metadata builder.
-        anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers, in the order of the model.
-    """
-    anchors, before = {}, {}
-    for place, name in enumerate(sorted(selecting, key=extract_layer_index)):
-        if isinstance(anchor_layers, int):
-            chooses = place % anchor_layers == 0
-        else:
-            chooses = extract_layer_index(name) in anchor_layers
-        heads = selecting[name].num_kv_heads
-        if chooses or heads not in before:
-            before[heads] = name
-        else:
-            anchors[name] = before[heads]
-    return anchors
 
 
 def _owner_index(layer: Attention) -> int:

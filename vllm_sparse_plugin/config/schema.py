@@ -214,6 +214,16 @@ class ResolvedConfig:
         return self.selection.anchor_layers if alone and isinstance(self.selection, ScoredSelection) else 1
 
     @property
+    def anchor_heads(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each layer the KV heads of its anchor that its KV heads read; None for the same heads."""
+        return self.selection.anchor_heads if isinstance(self.selection, ScoredSelection) else None
+
+    @property
+    def anchor_fingerprint(self) -> str | None:
+        """The model that the anchors were found for; None for any model."""
+        return self.selection.fingerprint if isinstance(self.selection, ScoredSelection) else None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers use this plugin's kernels."""
         return self.selector is not None or self.routing is not None

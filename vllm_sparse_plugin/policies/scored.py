@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from sparse_kernels.formats import StatisticsFormat
 
 from vllm_sparse_plugin.policies.base import Selection
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from sparse_kernels.page_coverage import Limits
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
-_MOST_LAYERS = 1024
+_MOST_LAYERS = _MOST_HEADS = 1024
 
 
 class ScoredSelection(Selection):
@@ -31,6 +32,10 @@ class ScoredSelection(Selection):
     """Storage format of the page statistics."""
     anchor_layers: Annotated[int | tuple[int, ...], "an integer from 1 to 64, or ascending layers"] = 1
     """Layers that choose pages, every nth or by index; the others read the pages of an anchor before."""
+    anchor_heads: Annotated[tuple[tuple[int, ...], ...] | None, "null, or a list of KV heads for each layer"] = None
+    """Heads of the anchor whose pages a layer's heads read, empty for an anchor; null: the same heads."""
+    fingerprint: Annotated[str | None, "a text"] = None
+    """The model that the anchors were found for; another one is refused."""
 
     @field_validator("anchor_layers", mode="plain")
     @classmethod
@@ -44,6 +49,30 @@ class ScoredSelection(Selection):
         if any(after <= before for before, after in pairwise(value)):
             raise ValueError
         return tuple(value)
+
+    @field_validator("anchor_heads", mode="plain")
+    @classmethod
+    def _heads_of_layers(cls, value: Any) -> tuple[tuple[int, ...], ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_LAYERS:
+            raise ValueError
+        for heads in value:
+            if not isinstance(heads, (list, tuple)) or len(heads) > _MOST_HEADS:
+                raise ValueError
+            if any(type(head) is not int or not 0 <= head < _MOST_HEADS for head in heads):
+                raise ValueError
+        return tuple(map(tuple, value))
+
+    @model_validator(mode="after")
+    def _heads_need_listed_anchors(self) -> Self:
+        if self.anchor_heads is not None and isinstance(self.anchor_layers, int):
+            raise PydanticCustomError(
+                "sentence",
+                "anchor_heads: got heads with anchor_layers {layers}, allowed: null, or with a list of layers",
+                {"layers": self.anchor_layers},
+            )
+        return self
 
     @property
     def std_weight(self) -> float:

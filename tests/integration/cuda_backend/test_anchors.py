@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cuda_layer import BLOCK, BUDGET, SCALES, asking, common_metadata, plan_of, run
 
+from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests.limits import StepLimits
 
@@ -15,10 +16,10 @@ LENGTHS = [300, 40, 500, 600, 200]
 FOLLOWER = SimpleNamespace(**{**vars(SCALES), "layer_name": "follower"})
 
 
-def follow(layer, builder, common, change=None):
+def follow(layer, builder, common, change=None, heads=None):
     """The outputs of an anchor and of the layer behind it, which has the same queries, keys and values."""
     follower = copy(layer)
-    follower.bind(replace(layer.plan, anchor="layer"))
+    follower.bind(replace(layer.plan, anchor="layer", anchor_heads=heads, is_anchor=False))
     layer.bind(replace(layer.plan, is_anchor=True))
     outputs = []
 
@@ -66,3 +67,29 @@ def test_other_pages_give_another_output(layer, builder):
     common = common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4)
     anchor, follower, _ = follow(layer, builder, common, oldest)
     assert not torch.allclose(anchor, follower, atol=1e-2)
+
+
+def test_a_kv_head_reads_the_pages_of_the_head_that_it_is_paired_with(layer, builder):
+    def of_first_head(metadata):
+        for key, chosen in metadata.chosen.items():
+            first = chosen.pages[:, :1].expand_as(chosen.pages).contiguous()
+            metadata.chosen[key] = chosen._replace(pages=first)
+
+    common = common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4)
+    _, expected, _ = follow(layer, builder, common, of_first_head)
+    _, paired, _ = follow(layer, builder, common, heads=torch.tensor([0, 0]))
+    assert torch.equal(paired, expected)
+    _, same, _ = follow(layer, builder, common)
+    assert not torch.allclose(paired, same, atol=1e-2)
+
+
+def test_budgets_of_rows_follow_their_heads():
+    pages, budgets = (
+        torch.arange(12, dtype=torch.int32).view(2, 2, 3),
+        torch.tensor([[1, 2], [3, 4]], dtype=torch.int32),
+    )
+    swapped = ChosenPages(pages, budgets).of_heads(torch.tensor([1, 0]))
+    assert swapped.pages.tolist() == [[[3, 4, 5], [0, 1, 2]], [[9, 10, 11], [6, 7, 8]]]
+    assert swapped.budgets.tolist() == [[2, 1], [4, 3]]
+    of_requests = torch.tensor([5, 6], dtype=torch.int32)
+    assert ChosenPages(pages, of_requests).of_heads(torch.tensor([1, 0])).budgets is of_requests

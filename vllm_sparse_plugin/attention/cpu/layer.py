@@ -167,7 +167,10 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         routing = self.plan.routing
         skipped = None if routing is None else route_groups(tokens, self.cache.keys, routing)
-        given = None if self.plan.anchor is None else decode.chosen[self.plan.anchor]
+        given = None
+        if self.plan.anchor is not None:
+            given = decode.chosen[self.plan.anchor]
+            given = given if self.plan.anchor_heads is None else given[:, self.plan.anchor_heads]
         if decode.sampled is not None:
             with dropping(UNMEASURED):
                 self._measure(tokens, decode, skipped, given)

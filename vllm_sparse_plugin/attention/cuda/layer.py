@@ -146,7 +146,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         for part, decode in enumerate(metadata.decode):
             batch = self._batch_of(layer, query, decode)
             if self.plan.anchor is not None:
-                chosen = metadata.chosen[self.plan.anchor, part]
+                chosen = metadata.chosen[self.plan.anchor, part].of_heads(self.plan.anchor_heads)
                 batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
             elif decode.limits is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters

@@ -62,6 +62,15 @@ class ChosenPages(NamedTuple):
     budgets: torch.Tensor | None
     """See `DecodeBatch.budgets`."""
 
+    def of_heads(self, heads: torch.Tensor | None) -> ChosenPages:
+        """Returns the pages of the given KV heads, `[num_kv_heads]` int64; None for all in order."""
+        if heads is None:
+            return self
+        budgets = self.budgets
+        if budgets is not None and budgets.dim() == 2:
+            budgets = budgets[:, heads].contiguous()
+        return ChosenPages(self.pages[:, heads].contiguous(), budgets)
+
 
 @dataclass
 class SparseCUDAMetadata(FlashAttentionMetadata):
