@@ -87,15 +87,12 @@ def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
 
 def test_published_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
     path = prefill_results[0].with_name("zipvl.jsonl")
-    monkeypatch.setattr(prefill, "ZIPVL", path)
+    monkeypatch.setattr(prefill, "ZIPVL", {"zipvl_paper": path})
     times = {"flash_attn": 10.0, "zipvl": 12.5}
     write_run(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
     block = prefill.zipvl_gpu()
     assert block.sources == [path]
-    assert " ".join(block.text.split()) == (
-        "The first token of one prompt of 131,072 tokens, in steps of 8,192, takes 10.00 s with FlashAttention 3 and "
-        "12.50 s with `zipvl_paper` (0.80x)."
-    )
+    assert block.text.splitlines()[-1] == "| `zipvl_paper` | 131,072 | 8,192 | 10.00 | 12.50 | 0.80x |"
     assert prefill.prefill_gpu().sources == prefill_results
 
 
@@ -291,12 +288,12 @@ def test_the_meter_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
 def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
     end = {
         "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],
-        "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0,
+        "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0, "parted": 3,
     }  # fmt: skip
     monkeypatch.setattr(compaction, "SOAK", write_run(tmp_path / "soak.jsonl", {"state": "alone"}, end))
     assert " ".join(compaction.soak().text.split()) == (
         "200 clients sent 10,000 requests in 7 minutes and abandoned 3,350 of them. The server preempted requests "
-        "1,234 times. 0 requests failed. At the end 0 requests ran, and 0.0% of the cache was in use."
+        "1,234 times. 3 of 6,650 answers differ from those asked alone. 0 requests failed. At the end 0 requests ran, and 0.0% of the cache was in use."
     )
 
 
