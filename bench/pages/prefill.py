@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, table, wrap
+from bench.common.pages import Block, table
 from bench.common.results import RESULTS, Row, read_run
 
 FOLDER = RESULTS / "h200" / "prefill"

@@ -293,7 +293,8 @@ def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_pa
     monkeypatch.setattr(compaction, "SOAK", write_run(tmp_path / "soak.jsonl", {"state": "alone"}, end))
     assert " ".join(compaction.soak().text.split()) == (
         "200 clients sent 10,000 requests in 7 minutes and abandoned 3,350 of them. The server preempted requests "
-        "1,234 times. 3 of 6,650 answers differ from those asked alone. 0 requests failed. At the end 0 requests ran, and 0.0% of the cache was in use."
+        "1,234 times. 3 of 6,650 answers differ from those asked alone. 0 requests failed. "
+        "At the end 0 requests ran, and 0.0% of the cache was in use."
     )
 
 

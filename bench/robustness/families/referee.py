@@ -198,8 +198,8 @@ def _watch_cpu(referee: Referee) -> AbstractContextManager[object]:
 
     decode = SparseCPUImpl._decode
 
-    def watched(layer: SparseCPUImpl, query: torch.Tensor, tokens: DecodeTokens) -> torch.Tensor:
-        output = decode(layer, query, tokens)
+    def watched(layer: SparseCPUImpl, name: str, query: torch.Tensor, tokens: DecodeTokens) -> torch.Tensor:
+        output = decode(layer, name, query, tokens)
         batch = DecodeBatch(
             query, tokens.block_table.int(), tokens.context_lens.int(), dense_tokens=layer.plan.dense_tokens
         )
@@ -214,9 +214,10 @@ def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
 
     decode = SparseCUDAImpl._decode
 
-    def watched(layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
-        decode(layer, batch, cache, output)
+    def watched(layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> torch.Tensor | None:
+        pages = decode(layer, batch, cache, output)
         referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
+        return pages
 
     return mock.patch.object(SparseCUDAImpl, "_decode", watched)
 
