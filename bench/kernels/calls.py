@@ -129,8 +129,7 @@ def one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
     shape = shape_of(inputs.case.group, geometry.head_size, max_pages, geometry.k)
     rows = len(inputs.query) * geometry.num_kv_heads
     record_bytes = inputs.statistics.vectors.shape[3] * inputs.statistics.vectors.element_size()
-    capability = torch.cuda.get_device_capability(inputs.query.device)
-    launch = launch_of(rows, shape, record_bytes, capability, inputs.statistics.kind.vectors)
+    launch = launch_of(rows, shape, record_bytes, torch.cuda.get_device_capability(inputs.query.device))
     selection, output = geometry.selection, torch.empty_like(inputs.query)
 
     def call() -> torch.Tensor:

@@ -13,7 +13,7 @@ from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
 from bench.common.options import GridRow, parse_grid, size_text
 
-DEFAULT_FORMAT: RecordFormat = "int2x8"
+DEFAULT_FORMAT: RecordFormat = "int4"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DecodeCase:
     group: int
     """Query heads per KV head."""
     format: RecordFormat = DEFAULT_FORMAT
-    """The format of page statistics: `int2x8` is eighths, `int4` quarters, `int2` sketches; other formats are means."""
+    """The format of page statistics: `int4` is quarters, `int2` sketches, other formats means."""
     tokens: int = 1
     """Query tokens of each request: the newest of its context."""
 
@@ -167,7 +167,7 @@ class Grid:
     steps: Sequence[GridRow] = parse_grid(["2K,8K,32K,128K,512K=1,4,8,32"])
     """Contexts and batches of decode steps."""
     groups: Sequence[int] = (4, 8, 1)
-    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int4", "int8", "int2", "fp8", "bf16")
+    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
     prompts: Sequence[int] = (131072, 32768)
@@ -211,7 +211,7 @@ class Grid:
 QUICK = Grid(
     steps=parse_grid(["8K,128K=1,32"]),
     groups=(4,),
-    formats=(DEFAULT_FORMAT, "int4"),
+    formats=(DEFAULT_FORMAT, "int8"),
     rows=(8, 256),
     pages=(4096, 16384),
     prompts=(131072,),

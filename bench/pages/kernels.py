@@ -11,9 +11,6 @@ _FOLDER = RESULTS / "h200" / "kernels"
 STOP = _FOLDER / "stop.jsonl"
 BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
-QUARTERS, EIGHTHS = _FOLDER / "eighths.jsonl", _FOLDER / "eighths_warps.jsonl"
-"""Both kinds of statistics, each with its launches in one of the files."""
-_INT4 = " int4"
 RIVALS = ("FlashAttention 3", "FlashInfer")
 _STOP_CONTEXTS = ("8K", "32K", "128K")
 _GROUPS = (4, 8)
@@ -47,26 +44,6 @@ def kernels_gpu() -> Block:
                 rows.append([context, str(batch), str(group), f"{ours:.1f}", *others])
     headings = ["context", "requests", "query heads per KV head", "`unique`, quarters, µs", *RIVALS]
     return Block(table(headings, rows), paths)
-
-
-def statistics_gpu() -> Block:
-    """The attention of a decode step by the statistics that choose its pages."""
-    quarters, eighths = read_times(QUARTERS), read_times(EIGHTHS)
-    rows = []
-    for (op, name), providers in eighths.items():
-        if op != "decode" or name.endswith(_INT4):
-            continue
-        before, after = quarters[op, f"{name}{_INT4}"]["unique"]["warm"], providers["unique"]["warm"]
-        case, dense = providers["unique"]["case"], providers[RIVALS[0]]["warm"]["median_us"]
-        times = before["median_us"], after["median_us"]
-        rows.append(
-            [
-                f"{case['context']:,}", str(case["batch"]), *(f"{time:.1f}" for time in times),
-                f"{times[1] / times[0]:.2f}", f"{dense / times[1]:.1f}",
-            ]
-        )  # fmt: skip
-    headings = ["context", "requests", "`quarters`, µs", "`eighths`, µs", "ratio", "FlashAttention 3 over `eighths`"]
-    return Block(table(headings, rows), [QUARTERS, EIGHTHS])
 
 
 def budgets_by_request() -> Block:

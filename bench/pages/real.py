@@ -21,8 +21,8 @@ _DECODED = 128
 _PAGE_TOKENS = 8
 _PROSE, _TEXT_TOKENS = "prose", 7680
 STATISTICS = {
-    "keys2_best": "`eighths`",
-    "quarters4": "`quarters`",
+    "keys2_best": "all keys of a page in 2 bits",
+    "quarters4": "quarters in 4 bits, half the step",
     "mean8_deviation": "`int8`",
     "quest8": "bounds of `quest`, 8 bits",
     "oracle": "true attention weight (a bound)",

@@ -65,7 +65,6 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "prefill-gpu": prefill.prefill_gpu,
     "zipvl-gpu": prefill.zipvl_gpu,
     "kernels-gpu": kernels.kernels_gpu,
-    "statistics-gpu": kernels.statistics_gpu,
     "budgets-by-request": kernels.budgets_by_request,
     "coverage-cost": kernels.coverage_cost,
     "stop-gpu": kernels.stop_gpu,

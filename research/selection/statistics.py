@@ -84,9 +84,8 @@ class Stored(Statistics):
         layout = policy.statistics_layout(layer.keys.shape[-1], layer.keys.dtype.itemsize)
         assert paged.statistics is not None
         scores = score_pages(layer.query, paged.statistics, paged.block_table, pages.complete, policy.std_weight)
-        blocks = paged.block_table[0]
-        _, spread = paged.statistics.summaries(blocks)
-        vectors = paged.statistics.keys(blocks)[:, : pages.count]
+        vectors, spread = paged.statistics.summaries(paged.block_table[0])
+        vectors = vectors[:, : pages.count]
         products = torch.einsum("qhgd,hpvd->qhgpv", layer.query.float(), vectors) * layer.scale
         estimate: torch.Tensor | None = None
         if layout.kind.codes is not None:
@@ -128,7 +127,6 @@ def _deviation(weight: float) -> Stored:
 
 
 STATISTICS: dict[str, Statistics] = {
-    "eighths": Stored(lambda size: UniqueSelection(statistics="eighths", page_size=size)),  # type: ignore[arg-type]
     "quarters": Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size)),  # type: ignore[arg-type]
     "sketch": Stored(lambda size: UniqueSelection(statistics="sketch", page_size=size)),  # type: ignore[arg-type]
     "unique-int8": Stored(lambda size: UniqueSelection(statistics="int8", page_size=size)),  # type: ignore[arg-type]

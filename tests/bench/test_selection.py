@@ -45,9 +45,7 @@ def test_weights_of_pages_are_those_of_their_tokens(layer, size):
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["eighths", "quarters", "sketch", "unique-int8", "unique-bf16-2.0", "mean", "quest", "infllm"]
-)
+@pytest.mark.parametrize("name", ["quarters", "sketch", "unique-int8", "unique-bf16-2.0", "mean", "quest", "infllm"])
 def test_stored_statistics_choose_what_their_policy_does(layer, rows, name):
     policy = STATISTICS[name].policy(8)
     quality = PagedLayer(layer, policy).quality(policy.model_copy(update={"budget_tokens": 64}))
@@ -113,7 +111,7 @@ def test_a_coverage_counts_as_many_pages_as_the_product_does(layer, share):
 
 def test_coverages_are_measured_of_statistics_with_an_estimate(rows):
     covered = {name for name, _, rule, _ in rows if rule == "coverage"}
-    assert {name for name in covered if not name.startswith("unique")} == {"eighths", "quarters", "sketch", "oracle"}
+    assert {name for name in covered if not name.startswith("unique")} == {"quarters", "sketch", "oracle"}
     assert {name for name in STATISTICS if name.startswith("unique")} <= covered
     assert rows["quarters", 8, "coverage", 1.0]["mass"] == pytest.approx(1)
     assert rows["oracle", 8, "coverage", 0.9]["below"] == 0
@@ -147,7 +145,7 @@ def test_a_run_writes_a_row_for_each_selection_and_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--statistics", "median"], "statistics: got 'median', allowed: eighths, "),
+        (["--statistics", "median"], "statistics: got 'median', allowed: quarters, "),
         (["--page-size", "4"], "page_size: got 4, allowed: 8, 16, 32"),
         (["--coverage", "1.5"], "coverage: got '1.5', allowed: numbers above 0"),
         (["--context", "1K"], "context: got 1024 tokens, allowed: 4096 or more"),

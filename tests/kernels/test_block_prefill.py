@@ -342,7 +342,7 @@ def test_page_entries_lead_to_every_token(block_size: int, heads: int) -> None:
 
 @NO_TRITON
 @pytest.mark.skipif(HAS_GPU, reason="beside a GPU Triton compiles its kernels")
-@pytest.mark.parametrize("kind", ["eighths", "quarters", "mean_and_spread"])
+@pytest.mark.parametrize("kind", ["quarters", "mean_and_spread"])
 @pytest.mark.parametrize("rule", [RULE, RULES["wide tiles"], RULES["every query"], RULES["coverage"]])
 def test_no_more_memory_is_taken_than_is_said(rule: BlockRule, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, taken, empty = make_case([150], [70], kind=kind), [], torch.empty

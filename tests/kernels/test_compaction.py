@@ -246,7 +246,7 @@ def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("head_size", [16, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", [None, "eighths", "quarters", "bounds"])
+@pytest.mark.parametrize("kind", [None, "quarters", "bounds"])
 def test_triton_moves_what_torch_does(dtype, kind, head_size):
     from sparse_kernels.compaction import triton
 

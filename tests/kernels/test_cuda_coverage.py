@@ -126,7 +126,7 @@ def test_estimates_of_a_row_are_those_of_its_records(case: Case) -> None:
     pages, room = case.contexts[0] // case.page_size, inputs.block_table.shape[1] * case.block_size // case.page_size
     found = row_page_logits(token, cache, room, softmax)
     assert found is not None
-    records = cache.statistics.keys(inputs.block_table[0].long())
+    records = cache.statistics.summaries(inputs.block_table[0].long())[0]
     expected = page_logits(query[0], records, case.page_size, softmax)
     # A query is rounded to 16 bits relative to its largest element, for sketches after a rotation.
     unit = float(query.float().norm(dim=-1).max()) / 32512

@@ -19,7 +19,7 @@ from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_by
 
 ROOT = Path(sparse_kernels.__file__).parent
 BF16, FP16, FP8, INT8 = FORMATS.values()
-SKETCH, QUARTERS, EIGHTHS = CODE_FORMATS.values()
+SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
@@ -54,7 +54,6 @@ CASES = {
     "score bf16": ("page_score/score.cu", SCORE | {"RECORD": BF16, "PIPELINED": 1}),
     "score sketches": ("page_score/score.cu", SCORE | {"RECORD": SKETCH}),
     "score quarters": ("page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
-    "score eighths": ("page_score/score.cu", SCORE | {"RECORD": EIGHTHS}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
     "score quarters by head": ("page_score/score.cu", BY_HEAD | {"RECORD": QUARTERS, "PIPELINED": 1}),
     "score sketches by head, groups of 7": ("page_score/score.cu", BY_HEAD | {"RECORD": SKETCH, "GROUP": 7}),
@@ -160,7 +159,6 @@ HOPPER = {
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": SKETCH}),
-    "decode eighths": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": EIGHTHS}),
     "decode sketches, heads of 192": (
         "sparse_decode/decode.cu",
         DECODE | {"FUSED": 1, "HEAD_SIZE": 192, "RECORD": SKETCH},

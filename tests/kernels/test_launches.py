@@ -53,12 +53,6 @@ def test_the_launch_follows_from_rows_and_shape(
     assert launch_of(rows, shape, record_bytes, HOPPER) == expected
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(33, (2, 16, 1)), (56, (2, 16, 1)), (57, (2, 8, 2)), (133, (1, 8, 2))])
-def test_records_of_eight_vectors_have_all_warps_in_small_batches(rows: int, expected: tuple[int, int, int]) -> None:
-    launch = launch_of(rows, NARROW, QUARTERS, HOPPER, vectors=8)
-    assert (launch.cluster, launch.warps, launch.blocks_per_sm) == expected
-
-
 def test_without_clusters_a_row_has_one_block_that_does_not_score() -> None:
     assert launch_of(8, NARROW, INT8, (8, 0)) == Launch(False, 1, 8, 2)
     assert launch_of(8, DecodeShape(1, 256, 4096, 64), INT8, (8, 9)) == Launch(False, 1, 8, 1)

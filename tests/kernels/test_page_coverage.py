@@ -14,7 +14,7 @@ from sparse_kernels.stopping import count_reads
 from support.paged import PagedBatch, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
-ALL = pytest.mark.parametrize("kind", ["quarters", "sketch", "eighths"])
+BOTH = pytest.mark.parametrize("kind", ["quarters", "sketch"])
 SELECTION = PageSelection(4, 1, 1)
 
 
@@ -23,7 +23,7 @@ WAYS_TO_COUNT: tuple[Callable[..., torch.Tensor], ...] = (count_pages, reference
 
 
 def batch_of(kind: str, page_size: int = 8, head_size: int = 64) -> PagedBatch:
-    statistics = {"quarters": "int4", "sketch": "int2", "eighths": "int2x8"}[kind]
+    statistics = {"quarters": "int4", "sketch": "int2"}[kind]
     return make_batch(CONTEXTS, 2, head_size, page_size=page_size, statistics=statistics, kind=kind)
 
 
@@ -100,7 +100,7 @@ def test_the_fewest_best_pages_whose_estimated_share_reaches_the_target(kind, so
     assert len(ways) > 4
 
 
-@ALL
+@BOTH
 def test_a_fast_count_is_that_of_the_reference_and_of_its_row_alone(kind):
     tokens, cache, scores = arguments(batch_of(kind), scale=2.0)
     limits = limits_of(0.9)
@@ -117,7 +117,7 @@ def test_a_fast_count_is_that_of_the_reference_and_of_its_row_alone(kind):
         assert torch.equal(alone, counts[one])
 
 
-@ALL
+@BOTH
 def test_a_floor_a_cap_and_everything(kind):
     tokens, cache, scores = arguments(batch_of(kind))
     for count in WAYS_TO_COUNT:
@@ -164,7 +164,7 @@ def test_bad_arguments_are_refused():
         count_pages(tokens, cache, scores.float(), SELECTION, Softmax(1.0), limits_of(0.9))
     means = make_batch(CONTEXTS, 2, 64)
     plain = KVCache(means.paged_keys, means.paged_values, means.statistics)
-    with pytest.raises(ValueError, match="statistics: got mean_and_spread, allowed: eighths, quarters or sketch"):
+    with pytest.raises(ValueError, match="statistics: got mean_and_spread, allowed: quarters or sketch"):
         count_pages(tokens, plain, scores, SELECTION, Softmax(1.0), limits_of(0.9))
 
 

@@ -1,4 +1,4 @@
-"""Quarters, sketches and eighths of pages: packing, rotation, and scores against their formula."""
+"""Quarters and sketches of pages: packing, rotation, and scores against their formula."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from support.paged import PagedBatch, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 128, 8), (2, 4, 64, 8), (1, 16, 128, 16), (2, 3, 96, 8), (1, 8, 256, 32)]
-NAMES = ("quarters", "sketch", "eighths")
-ALL = pytest.mark.parametrize("kind", NAMES)
+NAMES = ("quarters", "sketch")
+BOTH = pytest.mark.parametrize("kind", NAMES)
 CODES = {name: KINDS[name].codes for name in NAMES}
 
 
@@ -51,32 +51,7 @@ def test_bytes_of_small_quarters() -> None:
     assert CODES["quarters"].unpack(packed)[:, :2].eq(0).all()
 
 
-def test_eighths_are_two_rows_of_codes_with_their_steps() -> None:
-    vectors = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    packed, steps = CODES["eighths"].pack(vectors)
-    assert packed.shape == (128,)
-    for row in range(2):
-        stored = vectors[4 * row : 4 * row + 4, 2:]
-        assert steps[row] == (stored.double().square().mean().sqrt() * 0.9957).bfloat16()
-        assert packed[64 * row : 64 * row + 2].view(torch.bfloat16) == steps[row]
-        codes = (stored / steps[row].float() + 1.5).round().clamp(0, 3).to(torch.uint8)
-        expected = codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
-        moved = expected - packed[64 * row + 2 : 64 * row + 64]
-        assert (moved <= 1).all()
-        assert (moved == 0).sum() >= 55
-
-
-def test_sparse_prefill_reads_the_means_of_pairs_of_eighths() -> None:
-    kind, vectors = KINDS["eighths"], torch.randn(5, 8, 64)
-    keys = rotate_back(vectors)
-    summary, spread = kind.summary(vectors, None)
-    assert spread is None
-    torch.testing.assert_close(summary, keys.unflatten(1, (4, 2)).mean(dim=2))
-    torch.testing.assert_close(kind.keys(vectors), keys)
-    assert kind.summary_keys == summary.shape[1]
-
-
-@ALL
+@BOTH
 @settings(deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from([64, 96, 128]))
 def test_an_element_is_off_by_half_a_step_and_every_word_is_finite(kind: str, seed: int, head_size: int) -> None:
@@ -114,7 +89,7 @@ def test_a_rotation_keeps_products_and_spreads_outliers(head_size: int) -> None:
     assert constant.abs().max() < 0.5 * head_size**0.5
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size", "page_size"), SHAPES)
 def test_scores_are_the_best_part_of_the_stored_keys(
     kind: str, num_kv_heads: int, group_size: int, head_size: int, page_size: int
@@ -138,7 +113,7 @@ def test_scores_are_the_best_part_of_the_stored_keys(
                 assert abs(scores[request, head, page].double() - exact) <= exact.abs() * 2**-8 + 1e-3
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size", "page_size"), SHAPES)
 def test_compiled_and_reference_agree(
     kind: str, num_kv_heads: int, group_size: int, head_size: int, page_size: int
@@ -171,8 +146,7 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
     keys[96:104] = -query[0, 0] / 2
     keys[99] = 4 * query[0, 0]
     worse = {}
-    kinds = ("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8"), ("mean_and_spread", "int8")
-    for kind, statistics in kinds:
+    for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("mean_and_spread", "int8")):
         layout = StatisticsLayout(8, 128, statistics, kind=KINDS[kind])
         cache = torch.zeros(8, 1, 64 + layout.rows(64), 256).bfloat16()
         cache[:, 0, :64, :128] = keys.view(8, 64, 128)
@@ -181,7 +155,7 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
         update_page_statistics(PagedTensor.from_rows(cache[:, :, :64, :128], 8), views, pages // 8, pages % 8)
         scores = score_pages(query, views, torch.arange(8)[None], torch.tensor([64]), 0.0)[0, 0]
         worse[kind] = int((scores > scores[12]).sum())
-    assert worse["quarters"] == worse["sketch"] == worse["eighths"] == 0
+    assert worse["quarters"] == worse["sketch"] == 0
     assert worse["mean_and_spread"] > 0
 
 
@@ -195,7 +169,7 @@ def test_channels_that_stand_out_leave_four_bits_of_the_others() -> None:
     keys[:, 5::16] *= 32
     query[..., 5::16] /= 32
     found = {}
-    for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8")):
+    for kind, statistics in (("quarters", "int4"), ("sketch", "int2")):
         layout = StatisticsLayout(8, 128, statistics, kind=KINDS[kind])
         cache = torch.zeros(64, 1, 64 + layout.rows(64), 256).bfloat16()
         cache[:, 0, :64, :128] = keys.view(64, 64, 128)
@@ -208,7 +182,6 @@ def test_channels_that_stand_out_leave_four_bits_of_the_others() -> None:
         found[kind] = int((best == (torch.arange(64) * 8 + 2)[:, None]).any(dim=1).sum())
     assert found["quarters"] >= 55
     assert found["sketch"] <= 30
-    assert found["eighths"] <= 45
 
 
 def test_only_their_own_format_is_allowed() -> None:
@@ -225,7 +198,6 @@ def test_bytes_of_a_record() -> None:
         sketch = StatisticsLayout(8, head_size, "int2", kind=KINDS["sketch"])
         quarters = StatisticsLayout(8, head_size, "int4", kind=KINDS["quarters"])
         assert sketch.record_bytes == head_size + 2
-        eighths = StatisticsLayout(8, head_size, "int2x8", kind=KINDS["eighths"])
-        assert quarters.record_bytes == eighths.record_bytes == 2 * head_size
-        assert sketch.memory_overhead == quarters.memory_overhead == eighths.memory_overhead == 1 / 16
-        assert sketch.unit_tokens == quarters.unit_tokens == eighths.unit_tokens == 16
+        assert quarters.record_bytes == 2 * head_size
+        assert sketch.memory_overhead == quarters.memory_overhead == 1 / 16
+        assert sketch.unit_tokens == quarters.unit_tokens == 16

@@ -133,7 +133,7 @@ SHAPES = [
     ),
     *(
         Shape(kind=kind, statistics=statistics, **shape)
-        for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8"))
+        for kind, statistics in (("quarters", "int4"), ("sketch", "int2"))
         for shape in (
             {},
             {"page_size": 16, "block_size": 256, "head_size": 128, "cache_dtype": FLOAT8},
@@ -142,7 +142,7 @@ SHAPES = [
         )
     ),
     *(Shape(kind="quarters", statistics="int4", head_size=size, num_kv_heads=3) for size in (80, 96, 112, 192)),
-    *(Shape(kind="eighths", statistics="int2x8", head_size=size, num_kv_heads=3) for size in (80, 192)),
+    *(Shape(kind="sketch", statistics="int2", head_size=size, num_kv_heads=3) for size in (80, 192)),
 ]
 
 
@@ -261,7 +261,7 @@ def test_keys_that_are_not_finite_leave_finite_statistics(kind, statistics, pois
         stored = views.vectors[1, 1, 0].double().view(2, -1)[:, 7]
         stored *= 1 if views.scales is None else views.scales[1, 1, 0].double()
         torch.testing.assert_close(stored / largest, torch.tensor([1.0, -1.0]).double(), rtol=0.2, atol=0)
-    elif kind in ("quarters", "sketch", "eighths"):
+    elif kind in ("quarters", "sketch"):
         assert views.scales[1, 1, 0].eq(largest).all()
         query = torch.randn(8, 64)
         found = (query @ views.kind.codes.unpack(views.vectors[1, 1, 0]).T).amax(dim=-1)

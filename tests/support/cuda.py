@@ -63,7 +63,7 @@ CASES = {
     "fp8 means": Case((3000, 517, 4096), format="fp8"),
     **{
         f"{kind}{name}": Case(kind=kind, format=stored, **shape)
-        for kind, stored in (("quarters", "int4"), ("sketch", "int2"), ("eighths", "int2x8"))
+        for kind, stored in (("quarters", "int4"), ("sketch", "int2"))
         for name, shape in {
             "": {"contexts": (3000, 517, 1, 4096, 700)},
             ", group of 16, pages of 16": {"contexts": (3000, 1501), "group": 16, "page_size": 16, "k": 32},
@@ -116,10 +116,10 @@ CASES = {
     ),
     "heads of 192, quarters, one head": Case((3000, 517), head_size=192, group=1, kind="quarters", format="int4"),
     "heads of 192, fp8 means, pages of 32": Case((3000, 4095), head_size=192, format="fp8", page_size=32, k=16),
-    "heads of 80, eighths": Case((3000, 517), head_size=80, kind="eighths", format="int2x8"),
+    "heads of 80, sketch": Case((3000, 517), head_size=80, kind="sketch", format="int2"),
     "heads of 112, sketch": Case((3000, 517), head_size=112, kind="sketch", format="int2"),
-    "heads of 192, eighths, group of 3": Case((3000, 517), head_size=192, group=3, kind="eighths", format="int2x8"),
     "heads of 160, sketch": Case((3000, 517), head_size=160, kind="sketch", format="int2"),
+    "heads of 192, sketch, group of 3": Case((3000, 517), head_size=192, group=3, kind="sketch", format="int2"),
     "heads of 32, small blocks": Case((3000, 517), head_size=32, group=3, block_size=16),
     "heads of 240": Case((3000, 517), head_size=240, group=8),
     "heads of 80, newest pages": Case((3000, 517), head_size=80, statistics=False),

@@ -56,7 +56,7 @@ def test_the_share_that_is_read_falls_with_the_context_and_grows_with_the_budget
 
 
 def test_bytes_count_statistics_and_keys_the_incomplete_page():
-    # Head size 64: 256 bytes of a token's key and value, 128 of a page's eighths, 68 of an 8-bit mean and spread.
+    # Head size 64: 256 bytes of a token's key and value, 128 of a page's quarters, 68 of an 8-bit mean and spread.
     unique = next(policy for policy in SELECTIONS if policy.name() == "unique")
     assert selecting(unique).shares(4098)[:3] == (1027 / 4099, 1, (1027 * 256 + 512 * 128) / (4099 * 256))
     assert selecting(unique, statistics="int8").shares(4095).bytes_read == (1024 * 256 + 512 * 68) / (4096 * 256)

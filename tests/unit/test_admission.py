@@ -321,7 +321,7 @@ def test_what_surprises_is_said_when_a_configuration_is_admitted(folder, monkeyp
 
 def test_a_lambda_without_effect_is_refused(folder):
     assert refusal(folder(), additional_config=settings(**{"lambda": 0.5})) == (
-        "sparse_attention.selection.lambda: got 0.5 with statistics 'eighths', which store no deviation, "
+        "sparse_attention.selection.lambda: got 0.5 with statistics 'quarters', which store no deviation, "
         "allowed: with statistics int8, fp8 or bf16"
     )
 

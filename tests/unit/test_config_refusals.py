@@ -71,7 +71,7 @@ BAD = {
     ),
     "coverage by statistics that do not say what a page weighs": (
         {"selection": {"coverage": 0.9, "statistics": "int8"}},
-        "sparse_attention.selection.coverage: got 0.9 with statistics 'int8', allowed: eighths, quarters or sketch",
+        "sparse_attention.selection.coverage: got 0.9 with statistics 'int8', allowed: quarters or sketch",
     ),
     "part of a page under a coverage": (
         {"selection": {"min_budget_tokens": 12}},

@@ -26,8 +26,7 @@ LAYER = "model.layers.0.self_attn.attn"
 BLOCK = 128
 
 CONTENTS = {
-    "eighths": {},
-    "quarters": {"selection": {"statistics": "quarters"}},
+    "quarters": {},
     "means in int8": {"selection": {"statistics": "int8"}},
     "means in bf16": {"selection": {"statistics": "bf16"}},
     "sketch": {"selection": {"statistics": "sketch"}},
@@ -88,7 +87,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
     for name, settings in (
         CONTENTS
         | {
-            "eighths again": {"selection": {"budget_tokens": 1024}, "diagnostics": {"sample_every": 7}},
+            "quarters again": {"selection": {"budget_tokens": 1024}, "diagnostics": {"sample_every": 7}},
             "skipped groups again": {"routing": {"threshold": 0.5, "accept": "uncalibrated", "data": "another text"}},
         }
     ).items():
@@ -102,11 +101,11 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
         hashes[name] = compute_nixl_compatibility_hash(seen, "UNIQUE")
         assert config.model_config.model == model
     for names in (folders, hashes):
-        for name in ("eighths", "skipped groups"):
+        for name in ("quarters", "skipped groups"):
             assert names[f"{name} again"] == names[name]
         assert len(set(names.values())) == len(CONTENTS)
-    assert Path(folders["eighths"]).name.startswith(
-        model.replace("/", "_") + "+statistics2+eighths-int2x8-page8-block128-head64-bfloat16+decode-"
+    assert Path(folders["quarters"]).name.startswith(
+        model.replace("/", "_") + "+statistics2+quarters-int4-page8-block128-head64-bfloat16+decode-"
     )
 
 
@@ -132,7 +131,7 @@ def test_the_files_of_an_engine_are_in_a_folder_that_says_what_they_hold(model, 
         connector.scheduler.manager.shutdown()
         made.append({path.name for path in tmp_path.iterdir()} - set().union(*made))
     assert [len(names) for names in made] == [1, 1]
-    for names, kind in zip(made, ("eighths-int2x8", "mean_and_spread-int8"), strict=True):
+    for names, kind in zip(made, ("quarters-int4", "mean_and_spread-int8"), strict=True):
         (name,) = names
         assert kind in name
         assert kind in json.loads((tmp_path / name / "config.json").read_text())["model_name"]
@@ -156,7 +155,6 @@ STORED = {
     "representatives int8": "1818465fa20afc1e",
     "representatives fp8": "9ed033028106a557",
     "representatives bf16": "853952eb93e40bea",
-    "eighths int2x8": "3982145cd66f8cb2",
     "quarters int4": "280dec8814a39eb9",
     "sketch int2": "790b08377dd5836a",
 }

@@ -140,7 +140,7 @@ class Meter:
         table, context = torch.tensor([3, 1, 4]), 45
         # The last block has room for three more tokens, which are unwritten.
         block_rows[4, :, 13:] = torch.nan
-        layout = StatisticsLayout(8, SIZE, "int2x8", 2, KINDS["eighths"])
+        layout = StatisticsLayout(8, SIZE, "int4", 2, KINDS["quarters"])
         rows = torch.zeros(5, HEADS, layout.rows(16), 2 * SIZE).bfloat16()
         cache = KVCache.from_rows(block_rows, 8, layout.views(rows, 16))
         page = torch.arange(5)
@@ -156,7 +156,7 @@ class Meter:
             self.counts.step()
         tokens = block_rows[table].transpose(0, 1).flatten(1, 2)[:, :context]
         keys, values = tokens.split(SIZE, dim=-1)
-        summaries = [cache.statistics.keys(table)]
+        summaries = [cache.statistics.summaries(table)[0]]
         return measure(query, Context([keys], [values], summaries), lens, pages, 8, softmax, selection)
 
 

@@ -9,11 +9,11 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
 LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages; selections of fewer than 64 large pages "
-CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and eighths in a "
+CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and quarters in a "
 THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
 CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
-LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'eighths', "
+LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'quarters', "
 PROMPTS = "sparse_attention.prefill: prompts attend sparsely, "
 HITTERS = "sparse_attention.compaction.method: h2o keeps tokens that all of a prompt attends to, "
 POOL = "sparse_attention.compaction.pool_tokens: 5 keeps parts of long answers only; "
@@ -72,7 +72,7 @@ def test_what_is_said_of_a_configuration(case):
 
 @pytest.mark.parametrize(
     ("selection", "statistics"),
-    [({}, "eighths"), ({"statistics": "quarters"}, "quarters"), ({"statistics": "sketch"}, "sketch")],
+    [({}, "quarters"), ({"statistics": "quarters"}, "quarters"), ({"statistics": "sketch"}, "sketch")],
 )
 def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, statistics, tmp_path):
     with pytest.raises(ConfigurationError) as caught:

@@ -98,11 +98,11 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
         ("unique", {}, {"sparse_coverage": "0.9"}, "sparse_coverage: got '0.9', allowed: from 0.01 to 1"),
         (
             "quest", {}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9, allowed: policy unique with eighths, quarters or a sketch",
+            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
         ),
         (
             "unique_paper", {}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9, allowed: policy unique with eighths, quarters or a sketch",
+            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
         ),
         (
             "unique", {"stopping": {}}, {"sparse_coverage": 0.9},

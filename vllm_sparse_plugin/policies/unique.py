@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
 
 
-CODES = ("eighths", "quarters", "sketch")
+CODES = ("quarters", "sketch")
 """Statistics that are keys with a few bits per element: they have no deviation, and estimate attention weight."""
 
 
@@ -23,11 +23,11 @@ class UniqueSelection(ScoredSelection):
 
     statistics_kind = "mean_and_spread"
     departure = (
-        "By default it scores all keys of a page, with two bits per element, in place of the paper's mean and standard "
-        "deviation, and always reads the newest complete page; the preset unique_paper does neither."
+        "By default it scores the means of a page's quarters in place of the paper's mean and standard deviation, and "
+        "always reads the newest complete page; the preset unique_paper does neither."
     )
-    statistics: Literal["auto", "eighths", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
-    """Statistics of a page's keys; `auto` is `eighths`, or `int8` in an 8-bit cache."""
+    statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
+    """Statistics of a page's keys; `auto` is `quarters`, or `int8` in an 8-bit cache."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 1024
@@ -56,7 +56,7 @@ class UniqueSelection(ScoredSelection):
         if self.coverage is not None and not self.estimates_weight:
             raise PydanticCustomError(
                 "sentence",
-                "coverage: got {coverage} with statistics '{statistics}', allowed: eighths, quarters or sketch",
+                "coverage: got {coverage} with statistics '{statistics}', allowed: quarters or sketch",
                 {"coverage": self.coverage, "statistics": self.statistics},
             )
         return self
@@ -79,21 +79,21 @@ class UniqueSelection(ScoredSelection):
     def std_weight(self) -> float:
         return self.lambda_
 
-    def statistics_in(self, cache_itemsize: int) -> Literal["eighths", "quarters", "sketch", "int8", "fp8", "bf16"]:
+    def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
         """Returns `statistics`, with `auto` replaced.
 
         Args:
             cache_itemsize: bytes of an element of the KV cache.
         """
         if self.statistics == "auto":
-            return "eighths" if cache_itemsize > 1 else "int8"
+            return "quarters" if cache_itemsize > 1 else "int8"
         return self.statistics
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
         statistics = self.statistics_in(cache_itemsize)
-        if statistics == "eighths" or statistics == "quarters" or statistics == "sketch":
+        if statistics == "quarters" or statistics == "sketch":
             kind = KINDS[statistics]
             return StatisticsLayout(self.page_size, head_size, kind.formats[0], cache_itemsize, kind)
         return StatisticsLayout(self.page_size, head_size, statistics, cache_itemsize)

@@ -115,7 +115,7 @@ def _budget(got: Any, selection: Selection, on_gpu: bool) -> PagesRead:
 
 def _coverage(got: Any, selection: Selection) -> PagesRead:
     if not isinstance(selection, UniqueSelection) or not selection.estimates_weight:
-        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: policy unique with eighths, quarters or a sketch")
+        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: policy unique with quarters or a sketch")
     if type(got) not in (int, float) or not 0.01 <= got <= 1:
         raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: from 0.01 to 1")
     return selection.covering(float(got))

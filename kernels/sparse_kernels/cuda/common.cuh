@@ -17,7 +17,6 @@ typedef unsigned long long u64;
 #define SKETCH 4
 #define QUARTERS 5
 #define FP32 6
-#define EIGHTHS 7
 
 #define INFINITY_F __int_as_float(0x7f800000)
 

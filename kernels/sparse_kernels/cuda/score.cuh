@@ -82,26 +82,24 @@ DEVICE void rotate(float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
 //
 // For int8 vectors the query is 16-bit fixed point, split into two signed bytes in two rows of the matrix tile. The dot
 // product is an exact integer, and no vector is converted. float8 vectors are multiplied in fp16, bf16 vectors in bf16.
-// A byte of a sketch or of eighths holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the
-// four-bit codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is
-// shifted back after the dot product. Quarters and eighths have two rows, with their steps in place of the first two
-// dimensions.
+// A byte of a sketch holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the four-bit
+// codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is shifted back
+// after the dot product. Quarters have two rows, with their steps in place of the first two dimensions.
 template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
     static constexpr int DIMS = padded(HEAD_SIZE);
-    static constexpr bool TWO_ROWS = RECORD == QUARTERS || RECORD == EIGHTHS;
-    static constexpr bool CODES = RECORD == SKETCH || TWO_ROWS, ROTATED = RECORD == SKETCH || RECORD == EIGHTHS;
+    static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS;
     static constexpr bool FIXED_POINT = RECORD == INT8 || CODES;
-    static constexpr bool HAS_SCALE = RECORD != BF16 && !TWO_ROWS;
+    static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS;
     static constexpr bool HAS_SPREAD = !CODES;
-    static constexpr int VECTOR_BYTES = RECORD == BF16 || TWO_ROWS ? 2 : 1;
+    static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
     // 16-byte pieces of a vector that a lane holds.
     static constexpr int PIECES = DIMS * VECTOR_BYTES / 64;
     // Rows of codes of a record, and bits of a code.
-    static constexpr int CODE_ROWS = TWO_ROWS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
+    static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
     // Bytes of a vector or of a row of codes in memory, and the pieces of it that a lane holds.
     static constexpr int ROW_BYTES = HEAD_SIZE * VECTOR_BYTES / CODE_ROWS, ROW_PIECES = PIECES / CODE_ROWS;
     // Pieces of a query that a lane holds. All rows of codes use the same pieces.
@@ -127,8 +125,8 @@ struct ScoreQuery {
         float x[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
-        if constexpr (ROTATED) rotate<HEAD_SIZE>(x, lane);
-        if constexpr (TWO_ROWS) {
+        if constexpr (RECORD == SKETCH) rotate<HEAD_SIZE>(x, lane);
+        if constexpr (RECORD == QUARTERS) {
             if (lane == 0) x[0] = x[1] = 0;
         }
         float square = 0, largest = 0;
@@ -227,7 +225,7 @@ struct ScoreQuery {
         } else if constexpr (CODES) {
             // The steps of a page are in its first lane. The products of pages 2t and 2t+1 are in lane t of every head.
             float units[CODE_ROWS][2];
-            if constexpr (TWO_ROWS) {
+            if constexpr (RECORD == QUARTERS) {
                 u32 steps = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -260,7 +258,7 @@ struct ScoreQuery {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         float product = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
-                        if (TWO_ROWS) product *= units[row][i];
+                        if (RECORD == QUARTERS) product *= units[row][i];
                         out[tile][i] = row ? fmaxf(out[tile][i], product) : product;
                     }
                 }

@@ -58,7 +58,7 @@ def count_pages(
     statistics = cache.statistics
     if statistics is None or statistics.kind.codes is None:
         name = "none" if statistics is None else statistics.kind.name
-        raise ValueError(f"statistics: got {name}, allowed: eighths, quarters or sketch")
+        raise ValueError(f"statistics: got {name}, allowed: quarters or sketch")
     limits.check(num_tokens, selection.sink_pages + selection.recent_pages)
     if scores.shape[:2] != (num_tokens, num_kv_heads) or scores.dtype != torch.bfloat16:
         raise ValueError(
@@ -149,5 +149,7 @@ def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax:
         return cuda.row_page_logits(token, cache, num_pages, softmax)
     blocks = token.block_table[0, : num_pages // statistics.pages_per_block].long()
     pieces = blocks.split(max(_PIECE_PAGES // statistics.pages_per_block, 1))
-    estimates = [page_logits(token.query[0], statistics.keys(piece), cache.page_size, softmax) for piece in pieces]
+    estimates = [
+        page_logits(token.query[0], statistics.summaries(piece)[0], cache.page_size, softmax) for piece in pieces
+    ]
     return torch.cat(estimates, dim=-1)

@@ -17,7 +17,7 @@ def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax
 
     Args:
         query: `[num_kv_heads, group_size, head_size]`.
-        keys: x, `[num_kv_heads, num_pages, vectors, head_size]` float32, see `PageStatistics.keys`.
+        keys: x, `[num_kv_heads, num_pages, vectors, head_size]` float32, see `PageStatistics.summaries`.
         page_size: B, tokens of a page.
         softmax: s, and the softcap of the products.
 

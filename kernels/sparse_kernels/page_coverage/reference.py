@@ -74,7 +74,7 @@ def count_pages(
             continue
         known, always = known_logits(token, cache, selection, softmax)
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
-        keys = cache.statistics.keys(blocks)
+        keys = cache.statistics.summaries(blocks)[0]
         logits = page_logits(token.query[0], keys[:, :num_pages], cache.page_size, softmax)
         # Always-read pages come first. A NaN ranks like -inf, as in `select_pages`.
         key = scores[index, :, :num_pages].float()

@@ -70,7 +70,7 @@ def launch_of(statistics: PageStatistics) -> Launch:
 def format_of(statistics: PageStatistics) -> int:
     """Returns the format of the vectors by the number that common.cuh gives it."""
     codes = statistics.kind.codes
-    return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits, codes.rows]
+    return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 
 
 def launch_scores(

@@ -215,6 +215,5 @@ IMPLEMENTATIONS = {
     "mean_and_spread": update_page_statistics,
     "quarters": update_parts,
     "sketch": update_parts,
-    "eighths": update_parts,
 }
 """Implementations by name of the kind. Other kinds use the reference."""

@@ -16,7 +16,6 @@ from sparse_kernels.paging import memory_of
 
 _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
     "int2": torch.uint8,
-    "int2x8": torch.uint8,
     "int4": torch.uint8,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
@@ -95,22 +94,8 @@ class PageStatistics:
             `[num_kv_heads, num_pages, kind.summary_keys, head_size]` float32 and `[num_kv_heads, num_pages]` float32,
             the spread None for a kind without one.
         """
-        return self.kind.summary(*self._scaled(blocks))
-
-    def keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Returns the keys that the records of some blocks hold, for kinds whose vectors are keys.
-
-        Args:
-            blocks: `[num_blocks]` int64, physical block ids.
-
-        Returns:
-            `[num_kv_heads, num_pages, kind.vectors, head_size]` float32.
-        """
-        return self.kind.keys(self._scaled(blocks)[0])
-
-    def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         vectors, scales, spread = self.records(blocks)
-        return vectors if scales is None else vectors * scales[..., None], spread
+        return self.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -86,7 +86,7 @@ def sparse_decode(
             return
         record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
         rows = batch.num_tokens * cache.num_kv_heads
-        launch = launch_of(rows, shape, record_bytes, capability, statistics.kind.vectors if statistics else 1)
+        launch = launch_of(rows, shape, record_bytes, capability)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
         launch = listed_if_long(launch._replace(fused=False), shape, MAX_PAGES, capability)
     if batch.pages is not None:

@@ -88,15 +88,11 @@ _MOST_CANDIDATES, _MOST_CHUNK = 1 << 14, 1 << 13
 _WIDE_RECORD_BYTES = 256
 # With wide records, more rows than the first number take half as many warps with twice the registers: the number of
 # loads in flight stays, and more cache is free. More rows than the second number take half as many warps and two thread
-# blocks per multiprocessor. Records of more vectors than four keep all warps up to the second number: their products
-# take as long as their loads.
+# blocks per multiprocessor.
 _FEWER_WARPS = (32, 56)
-_FEW_VECTORS = 4
 
 
-def launch_of(
-    num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int], vectors: int = 1
-) -> Launch:
+def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
     """Returns the launch of a batch.
 
     Args:
@@ -104,7 +100,6 @@ def launch_of(
         shape: the compiled shape.
         record_bytes: bytes of a page's vectors; 0 if nothing is scored.
         capability: compute capability of the GPU.
-        vectors: vectors of a page's record.
 
     Raises:
         ValueError: for a stop rule without clusters, because one thread block has no room for the chains of a row.
@@ -121,8 +116,6 @@ def launch_of(
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
     fewest, most = _FEWER_WARPS
-    if vectors > _FEW_VECTORS:
-        fewest = most
     if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
         launch = launch._replace(warps=8, blocks_per_sm=1 if wide or num_rows <= most else 2)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))

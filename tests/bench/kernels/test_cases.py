@@ -45,11 +45,10 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     prefills = [case for op, case in plan if op == "prefill"]
     assert prefills == [PrefillCase(c, q, 4) for c in (131072, 32768) for q in (8192, 2048)]
     assert [case.format for case in decodes] == sorted(
-        (c.format for c in decodes), key=["int2x8", "int4", "int8", "int2", "fp8", "bf16"].index
+        (c.format for c in decodes), key=["int4", "int8", "int2", "fp8", "bf16"].index
     )
-    assert {op for op, case in plan if getattr(case, "format", None) == "int4"} == {"decode", "score"}
-    others = ("int8", "int2", "fp8", "bf16")
-    assert {op for op, case in plan if getattr(case, "format", None) in others} == {"score"}
+    assert {op for op, case in plan if getattr(case, "format", "int4") == "int8"} == {"decode", "score"}
+    assert {op for op, case in plan if getattr(case, "format", "int4") not in ("int4", "int8")} == {"score"}
     first_other_group = next(index for index, (_, case) in enumerate(plan) if getattr(case, "group", 4) != 4)
     assert {op for op, _ in plan[:first_other_group]} == set(OPS)
 

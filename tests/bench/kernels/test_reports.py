@@ -108,7 +108,7 @@ def test_options_replace_parts_of_the_grid():
     grid = grid_of(quick=True, only=["decode,topk"], grid=None, groups=["8"])
     assert (grid.ops, grid.steps, grid.groups) == (("decode", "topk"), QUICK.steps, (8,))
     steps = grid_of(True, ["attend"], ["8K,2K=2", "32K=4,1"], ["8"]).plan()
-    assert [(case.batch, case.context) for _, case in steps if case.format == "int2x8"] == [
+    assert [(case.batch, case.context) for _, case in steps if case.format == "int4"] == [
         (1, 32768), (2, 2048), (2, 8192), (4, 32768)
     ]  # fmt: skip
     assert grid_of(False, None, None, None) == Grid()

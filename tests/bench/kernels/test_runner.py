@@ -16,7 +16,7 @@ def test_a_measured_case_has_times_share_and_speed_ups(workload):
     assert rows[0] == {
         "op": "score",
         "provider": "ours",
-        "case": {"batch": 1, "context": 512, "group": 2, "format": "int2x8", "tokens": 1},
+        "case": {"batch": 1, "context": 512, "group": 2, "format": "int4", "tokens": 1},
         "case_name": "1q1s512 g2",
         "bytes": 10_000_000,
         "status": "measured",

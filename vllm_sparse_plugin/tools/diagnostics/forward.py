@@ -186,7 +186,7 @@ class PagedLayer:
             page = torch.arange(layer.keys.shape[1] // selection.page_size, device=device)
             update_page_statistics(keys, self.statistics, page // keys.pages_per_block, page % keys.pages_per_block)
             if layout.kind.codes is not None:
-                self.summaries = [self.statistics.keys(self.block_table[0])]
+                self.summaries = [self.statistics.summaries(self.block_table[0])[0]]
 
     def quality(self, selection: Selection | None = None) -> Quality:
         """Compare the selection with dense attention.

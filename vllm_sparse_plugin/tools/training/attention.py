@@ -58,13 +58,12 @@ class ServedSelection:
             raise ConfigurationError(
                 f"{KEY}.selection.policy: got {selection.name()!r}, allowed: 'unique' for training"
             )
-        # A model keeps the statistics that it was trained with.
-        statistics = "quarters" if selection.statistics == "auto" else selection.statistics_in(_CACHE_ITEMSIZE)
-        explicit = selection.model_copy(update={"statistics": statistics})
-        if explicit.statistics_layout(64, _CACHE_ITEMSIZE).kind.name not in TRAINABLE:
+        statistics = selection.statistics_in(_CACHE_ITEMSIZE)
+        if selection.statistics_layout(64, _CACHE_ITEMSIZE).kind.name not in TRAINABLE:
             raise ConfigurationError(
                 f"{KEY}.selection.statistics: got {statistics!r}, allowed for training: quarters, int8, fp8 or bf16"
             )
+        explicit = selection.model_copy(update={"statistics": statistics})
         return cls(explicit, config.config.first_dense_layers, config.config.min_context_tokens)
 
     def layout(self, head_size: int) -> StatisticsLayout:

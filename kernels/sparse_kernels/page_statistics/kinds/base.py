@@ -11,8 +11,8 @@ from sparse_kernels.formats import StatisticsFormat
 from sparse_kernels.optional_triton import constexpr, jit, tl
 from sparse_kernels.page_statistics.codes import LARGEST_BF16, Codes
 
-RecordFormat = StatisticsFormat | Literal["int2", "int2x8", "int4"]
-"""Formats of a record. Only some kinds have codes of 2 or 4 bits; int2x8 has eight vectors of int2."""
+RecordFormat = StatisticsFormat | Literal["int2", "int4"]
+"""Formats of a record. Only some kinds have int2 or int4 codes."""
 LARGEST_FINITE = constexpr(LARGEST_BF16)
 """`LARGEST_BF16` as a constant for Triton functions."""
 
@@ -130,11 +130,6 @@ class StatisticsKind(ABC):
             `[..., summary_keys, head_size]` and `[...]` or None, float32.
         """
         return vectors, spread
-
-    @staticmethod
-    def keys(vectors: torch.Tensor) -> torch.Tensor:
-        """Returns the keys that vectors stand for, `[..., vectors, head_size]` float32; by default the vectors."""
-        return vectors
 
     @property
     def summary_keys(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -19,21 +18,11 @@ _FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_
 
 
 @jit
-def _parts(keys, PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, ELEMENTS: tl.constexpr):
-    # `[ELEMENTS * PARTS]`: the parts of an element, newest first like the keys, lie side by side in one thread.
-    part: tl.constexpr = PAGE_SIZE // PARTS
-    means = tl.sum(tl.reshape(keys, (PARTS, part, ELEMENTS)), axis=1) / part
-    return tl.reshape(tl.permute(means, (1, 0)), (ELEMENTS * PARTS,))
-
-
-@jit
 def _quarters_of(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    return _parts(keys, 4, PAGE_SIZE, HEADS * DIMS)
-
-
-@jit
-def _eighths_of(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    return _parts(keys, 8, PAGE_SIZE, HEADS * DIMS)
+    # `[HEADS * DIMS * 4]`: the quarters of an element, newest first like the keys, lie side by side in one thread.
+    quarter: tl.constexpr = PAGE_SIZE // 4
+    means = tl.sum(tl.reshape(keys, (4, quarter, HEADS * DIMS)), axis=1) / quarter
+    return tl.reshape(tl.permute(means, (1, 0)), (HEADS * DIMS * 4,))
 
 
 @jit
@@ -43,19 +32,6 @@ def _four_of(x, ELEMENTS: tl.constexpr):
     newest, third = tl.split(even)
     second, oldest = tl.split(odd)
     return oldest, third, second, newest
-
-
-@jit
-def _eight_of(x, ELEMENTS: tl.constexpr):
-    # Parts 0, 2, 4, 6 and 1, 3, 5, 7 by age.
-    even, odd = tl.split(tl.reshape(x, (ELEMENTS, 2, 2, 2)))
-    a, b = tl.split(even)
-    c, d = tl.split(odd)
-    v0, v4 = tl.split(a)
-    v2, v6 = tl.split(b)
-    v1, v5 = tl.split(c)
-    v3, v7 = tl.split(d)
-    return (v7, v6, v5, v4), (v3, v2, v1, v0)
 
 
 @jit
@@ -114,24 +90,9 @@ def _pack_sketch(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.c
 
 
 @jit
-def _pack_eighths(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    four, others = _eight_of(rotated(parts, 8, HEAD_SIZE, HEADS, DIMS), HEADS * DIMS)
-    older, older_step = _pack_row(four, 2, 2, _TWO_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
-    newer, newer_step = _pack_row(others, 2, 2, _TWO_BIT_SPACING, HEAD_SIZE, HEADS, DIMS)
-    return (older, newer), (older_step, newer_step)
-
-
-@jit
 def _rotated_back(vectors, HEAD_SIZE: tl.constexpr):
     first, second = rotated_back(vectors[0], HEAD_SIZE), rotated_back(vectors[1], HEAD_SIZE)
     return first, second, rotated_back(vectors[2], HEAD_SIZE), rotated_back(vectors[3], HEAD_SIZE)
-
-
-@jit
-def _pairs_rotated_back(vectors, HEAD_SIZE: tl.constexpr):
-    first, second = (vectors[0] + vectors[1]) * 0.5, (vectors[2] + vectors[3]) * 0.5
-    third, fourth = (vectors[4] + vectors[5]) * 0.5, (vectors[6] + vectors[7]) * 0.5
-    return _rotated_back((first, second, third, fourth), HEAD_SIZE)
 
 
 class Parts(StatisticsKind):
@@ -167,14 +128,9 @@ class Parts(StatisticsKind):
         return products.amax(dim=-1)
 
     @classmethod
-    def keys(cls, vectors: torch.Tensor) -> torch.Tensor:
-        """See `StatisticsKind.keys`: the means, rotated back."""
-        return rotate_back(vectors) if cls.is_rotated else vectors
-
-    @classmethod
     def summary(cls, vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `StatisticsKind.summary`: the means."""
-        return cls.keys(vectors), spread
+        """See `StatisticsKind.summary`: the means, rotated back."""
+        return rotate_back(vectors) if cls.is_rotated else vectors, spread
 
 
 class Quarters(Parts):
@@ -203,30 +159,3 @@ class Sketch(Parts):
     triton_summarise = _quarters_of
     triton_pack = _pack_sketch
     triton_summary_keys = _rotated_back
-
-
-class Eighths(Parts):
-    """The rotated eighths of a page, with two bits per element: in a page of 8, every key.
-
-    Four eighths share a step. After the rotation the first two elements are not stored: the steps take their place.
-    Sparse prefill reads the means of pairs, as many as quarters have.
-    """
-
-    name = "eighths"
-    is_rotated = True
-    codes = replace(_TWO_BITS, vectors=8, dropped=2)
-    vectors = codes.vectors
-    formats: ClassVar[tuple[RecordFormat, ...]] = ("int2x8",)
-    triton_summarise = _eighths_of
-    triton_pack = _pack_eighths
-    triton_summary_keys = _pairs_rotated_back
-
-    @classmethod
-    def summary(cls, vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `StatisticsKind.summary`: the means of pairs."""
-        return cls.keys(vectors.unflatten(-2, (-1, 2)).mean(dim=-2)), spread
-
-    @property
-    def summary_keys(self) -> int:
-        """See `StatisticsKind.summary_keys`."""
-        return self.vectors // 2
