@@ -10,21 +10,12 @@ from itertools import product
 from pathlib import Path
 
 from bench.common.models import Model, load_tokenizer
-from vllm_sparse_plugin.errors import ConfigurationError, expect_known
-from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
+from vllm_sparse_plugin.tools.needles import Question, build_questions, check_questions
 
 
 def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int) -> None:
     """Raise ConfigurationError for bad input before anything is computed."""
-    limit = int(model.config["max_position_embeddings"])
-    for context in contexts:
-        if not MIN_CONTEXT_TOKENS <= context <= limit:
-            raise ConfigurationError(
-                f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to the model's {limit}"
-            )
-    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
-    if count < 1:
-        raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
+    check_questions(tasks, contexts, count, int(model.config["max_position_embeddings"]))
 
 
 def write_questions(

@@ -6,15 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.tools.arguments import read_prompts
-from vllm_sparse_plugin.tools.needles import (
-    MIN_CONTEXT_TOKENS,
-    QUESTIONS_PER_DOCUMENT,
-    STRESS_TASKS,
-    TASKS,
-    build_questions,
-)
+from vllm_sparse_plugin.tools.needles import QUESTIONS_PER_DOCUMENT, build_questions, check_questions
 
 
 class Text(NamedTuple):
@@ -33,9 +26,7 @@ def needle_texts(tokenizer: Any, tasks: Sequence[str], context: int, count: int,
     Raises:
         ConfigurationError: a task is unknown, or a context is too short.
     """
-    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
-    if context < MIN_CONTEXT_TOKENS:
-        raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
+    check_questions(tasks, [context], count)
     for task in tasks:
         for number, question in enumerate(build_questions(tokenizer, task, context, count, seed)):
             document = f"{task}-{context}-{seed}-{number // QUESTIONS_PER_DOCUMENT}"

@@ -169,7 +169,10 @@ def run(monkeypatch, *arguments: str) -> object:
 REFUSED = {
     "skip ratio": (["--skip-ratio", "1"], "skip_ratio: got 1.0, allowed: more than 0 and less than 1"),
     "layers": (["--dense-layers", "8"], "dense_layers: got 8, allowed: 0 to 7"),
-    "task": (["--task", "riddle"], "task: got 'riddle', allowed: single, multikey, manykeys, multiquery or kv"),
+    "task": (
+        ["--task", "riddle"],
+        "task: got 'riddle', allowed: single, multikey, manykeys, multiquery, kv or denseneedle",
+    ),
     "one context": (
         ["--context", "8192"],
         "context: got 8192 tokens, allowed: two or more lengths from 4096 to the model's 32768",

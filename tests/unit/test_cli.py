@@ -134,12 +134,12 @@ def test_needles_refuses_an_unknown_backend(run, backend):
 
 
 NEEDLES = {
-    "context too long": (["--context", "32769"], "context: got 32769 tokens, allowed: at most the model's 32768"),
+    "context too long": (["--context", "32769"], "context: got 32769 tokens, allowed: from 4096 to the model's 32768"),
     "one context too long": (
         ["--context", "4096", "--context", "40000"],
-        "context: got 40000 tokens, allowed: at most the model's 32768",
+        "context: got 40000 tokens, allowed: from 4096 to the model's 32768",
     ),
-    "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
+    "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: from 4096 to the model's 32768"),
     "a backend twice": (
         ["--attention-backend", "quest", "--attention-backend", "quest"],
         f"attention_backend: got 'quest', allowed: {NAMES}, each once",

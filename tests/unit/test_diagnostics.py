@@ -371,7 +371,7 @@ REFUSED = {
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
     "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
     "no file": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
-    "context": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to 32768"),
+    "context": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to the model's 32768"),
     "task": (["--task", "riddle"], "task: got 'riddle', allowed: single, "),
     "questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
 }

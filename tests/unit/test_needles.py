@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.tools.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import ALL_TASKS, Question, answer_tokens, build_questions, is_correct
 
 CONTEXT = 4096
 FAR = 512
@@ -29,7 +29,7 @@ def tokens(text: str) -> int:
     return len(tokenizer().encode(text))
 
 
-@pytest.mark.parametrize("task", [*TASKS, *STRESS_TASKS])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_prompts_fill_the_context_and_leave_room_for_the_answer(task):
     assert len(questions(task)) == COUNT
     for question in questions(task):
@@ -38,14 +38,14 @@ def test_prompts_fill_the_context_and_leave_room_for_the_answer(task):
         assert 0.98 * CONTEXT <= tokens(question.prompt) <= CONTEXT - answer_tokens(task)
 
 
-@pytest.mark.parametrize("task", [*TASKS, *STRESS_TASKS])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_answers_fit_their_room(task):
     for question in questions(task):
         # The tokenizer adds <|bos|> here, an answer ends with <|eos|>: as many.
         assert tokens(f" {question.answer}") <= answer_tokens(task)
 
 
-@pytest.mark.parametrize("task", [*TASKS, *STRESS_TASKS])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_every_value_of_an_answer_is_in_the_prompt_once_and_far_from_its_end(task):
     for question in questions(task):
         values = question.answer.split(", ")
@@ -55,7 +55,7 @@ def test_every_value_of_an_answer_is_in_the_prompt_once_and_far_from_its_end(tas
             assert tokens(question.prompt[question.prompt.index(value) :]) >= FAR
 
 
-@pytest.mark.parametrize("task", [*TASKS, *STRESS_TASKS])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_the_asked_keys_belong_to_the_values_of_the_answer(task):
     for question in questions(task):
         document, _, line = question.prompt.rpartition("\n")
@@ -69,7 +69,7 @@ def test_the_asked_keys_belong_to_the_values_of_the_answer(task):
         assert len(pairs) == {"single": 1, "multikey": 16, "multiquery": 24, "kv": 16}.get(task, len(pairs))
 
 
-@pytest.mark.parametrize("task", [*TASKS, *STRESS_TASKS])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_the_same_seed_gives_the_same_questions_and_another_seed_others(task):
     again = build_questions(tokenizer(), task, CONTEXT, COUNT, seed=0)
     assert again == questions(task)
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_questions_and_another_seed_others(task):
     assert {question.answer for question in other}.isdisjoint(question.answer for question in again)
 
 
-@pytest.mark.parametrize("task", [task for task in (*TASKS, *STRESS_TASKS) if task != "single"])
+@pytest.mark.parametrize("task", [task for task in ALL_TASKS if task != "single"])
 def test_questions_of_a_document_differ_in_their_last_line_only(task):
     documents = {question.prompt.rpartition("\n")[0] for question in questions(task)}
     assert len(documents) == 1
@@ -120,7 +120,7 @@ def test_all_values_of_an_answer_are_needed_in_order():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("haystack", CONTEXT, 1), f"task: got 'haystack', allowed: {choices((*TASKS, *STRESS_TASKS))}"),
+        (("haystack", CONTEXT, 1), f"task: got 'haystack', allowed: {choices(ALL_TASKS)}"),
         (("kv", 4095, 1), "context: got 4095 tokens, allowed: 4096 or more"),
         (("kv", CONTEXT, 0), "questions: got 0, allowed: 1 or more"),
         (("kv", CONTEXT, -1), "questions: got -1, allowed: 1 or more"),

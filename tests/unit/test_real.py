@@ -83,7 +83,7 @@ def test_both_are_asked_and_dense_is_compared_with_itself(run, tmp_path):
         (["--model", "x"], "model: got 'x', allowed: smollm2-135m or gemma-3-270m"),
         (["--task", "qa_1"], "task: got 'qa_1', allowed: niah_single_1, "),
         (["--context", "100"], "context: got 100 tokens, allowed: 4096 or more"),
-        (["--context", "99999"], "context: got 99999 tokens, allowed: at most the model's 32768"),
+        (["--context", "99999"], "context: got 99999 tokens, allowed: from 4096 to the model's 32768"),
         (["--attention-backend", "x"], "attention_backend: got 'x', allowed: "),
         (["--additional-config", "{"], "additional_config: got text that is not JSON "),
     ],

@@ -9,7 +9,7 @@ import importlib.util
 import random
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -22,6 +22,7 @@ TASKS = ("single", "multikey", "manykeys", "multiquery", "kv")
 """Code with 1, 16 or 64 needles, three needles per question, and key-value pairs."""
 STRESS_TASKS = ("denseneedle",)
 """Only needles: hundreds of similar ones, more than a small budget can distinguish."""
+ALL_TASKS = (*TASKS, *STRESS_TASKS)
 QUICK_TASKS = ("multikey", "manykeys", "multiquery", "kv")
 """Tasks with several questions per document. Prefix caching lets a server read a document once."""
 MIN_CONTEXT_TOKENS = 4096
@@ -88,15 +89,28 @@ def answer_tokens(task: str) -> int:
     return 32 if task == "multiquery" else 16
 
 
-def check_questions(task: str, context_tokens: int, count: int) -> None:
-    """Refuse arguments that `build_questions` cannot handle.
+def check_contexts(contexts: Sequence[int], longest: int | None = None) -> None:
+    """Refuse contexts in tokens that no document can have, or that are longer than the model's longest.
 
     Raises:
-        ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
+        ConfigurationError: for a context below `MIN_CONTEXT_TOKENS` or above `longest`.
     """
-    expect_known("task", [task], (*TASKS, *STRESS_TASKS))
-    if context_tokens < MIN_CONTEXT_TOKENS:
-        raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
+    allowed = (
+        f"{MIN_CONTEXT_TOKENS} or more" if longest is None else f"from {MIN_CONTEXT_TOKENS} to the model's {longest}"
+    )
+    for tokens in contexts:
+        if tokens < MIN_CONTEXT_TOKENS or (longest is not None and tokens > longest):
+            raise ConfigurationError(f"context: got {tokens} tokens, allowed: {allowed}")
+
+
+def check_questions(tasks: Sequence[str], contexts: Sequence[int], count: int, longest: int | None = None) -> None:
+    """Refuse arguments that `build_questions` cannot handle, and contexts longer than the model's longest.
+
+    Raises:
+        ConfigurationError: for an unknown task, a context that `check_contexts` refuses, or a count below 1.
+    """
+    expect_known("task", tasks, ALL_TASKS)
+    check_contexts(contexts, longest)
     if count < 1:
         raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
 
@@ -111,7 +125,7 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
     """
-    check_questions(task, context_tokens, count)
+    check_questions([task], [context_tokens], count)
 
     rng = random.Random(f"{seed} {task} {context_tokens}")
     per_document = 1 if task == "single" else QUESTIONS_PER_DOCUMENT

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
-from vllm_sparse_plugin.errors import ConfigurationError, expect_known
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
@@ -30,7 +30,13 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.models import name_of
-from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
+from vllm_sparse_plugin.tools.needles import (
+    ALL_TASKS,
+    MIN_CONTEXT_TOKENS,
+    QUESTIONS_PER_DOCUMENT,
+    build_questions,
+    check_questions,
+)
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
 
 if TYPE_CHECKING:
@@ -60,7 +66,7 @@ Contexts = Annotated[
 ]
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(help=f"Needle task, repeatable: {', '.join(TASKS)}. Default: {' and '.join(DEFAULT_TASKS)}."),
+    typer.Option(help=f"Needle task, repeatable: {', '.join(ALL_TASKS)}. Default: {' and '.join(DEFAULT_TASKS)}."),
 ]
 Samples = Annotated[
     int,
@@ -125,7 +131,8 @@ def calibrate(
     if dense_layers >= layers:
         raise ConfigurationError(f"dense_layers: got {dense_layers}, allowed: 0 to {layers - 1}")
     tasks = task or list(DEFAULT_TASKS)
-    expect_known("task", tasks, TASKS)
+    if prompts is None:
+        check_questions(tasks, lengths, samples)
     given = _read_texts(prompts)
     preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
     check_output(preset, "output")

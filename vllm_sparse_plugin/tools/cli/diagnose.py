@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, expect_known
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.tools.arguments import (
@@ -30,7 +30,7 @@ from vllm_sparse_plugin.tools.arguments import (
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.endings import open_console
-from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
+from vllm_sparse_plugin.tools.needles import TASKS, build_questions, check_questions
 from vllm_sparse_plugin.tools.provenance import open_report
 
 DEFAULT_BUDGETS = (512, 256, 128, 64)
@@ -114,7 +114,7 @@ def diagnose(
     given = None if prompts is None else read_prompts(prompts)
     tasks = task or list(TASKS)
     if given is None:
-        _check_needles(context, tasks, questions, limit)
+        check_questions(tasks, [context], questions, limit)
     # Imported here: bad input must not wait for it.
     torch_device = find_device(device)
     ensure_caches()
@@ -170,14 +170,6 @@ def _compared(backend: str, additional_config: str, budgets: list[int], trained:
             )
         selections.append(resolved.selection)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
-
-
-def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -> None:
-    if not MIN_CONTEXT_TOKENS <= context <= limit:
-        raise ConfigurationError(f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to {limit}")
-    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
-    if questions < 1:
-        raise ConfigurationError(f"questions: got {questions}, allowed: 1 or more")
 
 
 def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> _Prompt:

@@ -41,7 +41,7 @@ from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.eval.results import Result, ask
 from vllm_sparse_plugin.tools.eval.tasks import needle_items
 from vllm_sparse_plugin.tools.models import head_size_of, read_config, text_config
-from vllm_sparse_plugin.tools.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
+from vllm_sparse_plugin.tools.needles import ALL_TASKS, QUICK_TASKS, TASKS, check_questions, first_line
 from vllm_sparse_plugin.tools.provenance import open_report
 from vllm_sparse_plugin.tools.reports import Report
 from vllm_sparse_plugin.tools.server import (
@@ -77,7 +77,7 @@ def needle_test(
         list[str] | None,
         typer.Option(
             help=f"Task, repeatable. Default: {', '.join(QUICK_TASKS)}. "
-            f"Others: {', '.join(name for name in (*TASKS, *STRESS_TASKS) if name not in QUICK_TASKS)}."
+            f"Others: {', '.join(name for name in ALL_TASKS if name not in QUICK_TASKS)}."
         ),
     ] = None,
     everything: Annotated[
@@ -247,11 +247,7 @@ def _check(
             f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings, "
             "num_hidden_layers and head_dim"
         ) from None
-    for size in plan.contexts:
-        for task in plan.tasks:
-            check_questions(task, size, plan.count)
-        if size > limit:
-            raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
+    check_questions(plan.tasks, plan.contexts, plan.count, limit)
     for name in backends:
         if name.upper() not in BACKENDS or backends.count(name) > 1:
             allowed = choices(known.lower() for known in BACKENDS)

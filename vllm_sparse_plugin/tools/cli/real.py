@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, choices, expect_known
+from vllm_sparse_plugin.errors import choices, expect_known
 from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Seed,
@@ -31,7 +31,7 @@ from vllm_sparse_plugin.tools.eval.items import NLL
 from vllm_sparse_plugin.tools.extras import STATISTICS, require_packages
 from vllm_sparse_plugin.tools.fetching import MODELS, default_folder
 from vllm_sparse_plugin.tools.models import end_tokens
-from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS
+from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, check_contexts
 from vllm_sparse_plugin.tools.provenance import open_report
 
 if TYPE_CHECKING:
@@ -95,13 +95,11 @@ def real(
     resolve(settings, preset)
     names = task or list(_TASKS)
     expect_known("task", names, TASKS)
-    if context < MIN_CONTEXT_TOKENS:
-        raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
+    check_contexts([context])
     with open_report(json_path, default_folder(model), "json") as report:
         require_packages("real", STATISTICS)
         folder, _ = fetched_model(model, None, "real")
-        if context > (limit := model_limits(folder)[0]):
-            raise ConfigurationError(f"context: got {context} tokens, allowed: at most the model's {limit}")
+        check_contexts([context], model_limits(folder)[0])
         ensure_caches()
         # Imported here: bad input must not wait for it.
         from vllm_sparse_plugin.tools.eval.items import Prompter

@@ -60,8 +60,8 @@ def plan_tasks(
     Raises:
         ConfigurationError: a context is below `needles.MIN_CONTEXT_TOKENS`, or a file has another format.
     """
-    if names and min(contexts) < needles.MIN_CONTEXT_TOKENS:
-        raise ConfigurationError(f"context: got {min(contexts)} tokens, allowed: {needles.MIN_CONTEXT_TOKENS} or more")
+    if names:
+        needles.check_contexts(contexts)
     tasks = dict(ruler.TASKS)
     tasks |= {name: _FILE_TASKS[name](files[FILE_OPTIONS[name]]) for name in names if name in FILE_OPTIONS}
     planned = []
