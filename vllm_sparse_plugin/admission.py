@@ -30,6 +30,7 @@ from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
+from vllm_sparse_plugin.policies import reads_selection
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
@@ -300,8 +301,7 @@ def _expect_known_drafts(
     dtype = speculative.kv_cache_dtype
     expect(dtype is None, "speculative kv_cache_dtype", dtype, "none: a draft uses that of the model")
     expect(not draft.use_mla, "speculative model", "a draft with MLA", "drafts with multi-head or grouped attention")
-    selects = config.selector is not None and not config.selector.reads_every_page
-    expect(selects or not config.draft_is_sparse, f"{KEY}.speculation.draft",
+    expect(reads_selection(config.selector) or not config.draft_is_sparse, f"{KEY}.speculation.draft",
            f"sparse with policy {config.selection.name()}", "dense")  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def _expect_cuda_shapes(
         f"heads of {head_size} on compute capability {'.'.join(map(str, capability))}",
         "null",
     )
-    if selector is not None and not selector.reads_every_page:
+    if reads_selection(selector):
         layout = selector.statistics_layout(head_size, 2)
         served = layout is None or layout.kind.runs_on_gpu
         expect(served, "selection.policy", selector.name(), "one whose page statistics have a Triton form, on a GPU")

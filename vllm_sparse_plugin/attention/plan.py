@@ -37,7 +37,7 @@ from vllm_sparse_plugin.metrics.live import (
     DeviceCounts,
     LayerQuality,
 )
-from vllm_sparse_plugin.policies import EveryPage, Selection
+from vllm_sparse_plugin.policies import EveryPage, Selection, reads_selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
@@ -97,7 +97,7 @@ class LayerPlan:
     @property
     def reads_selection(self) -> bool:
         """Whether decoding tokens read only chosen pages."""
-        return self.selector is not None and not self.selector.reads_every_page
+        return reads_selection(self.selector)
 
     @property
     def is_sparse(self) -> bool:
@@ -113,9 +113,7 @@ class LayerPlan:
     @cached_property
     def page_selection(self) -> PageSelection | None:
         """The selection of the settings for the decode kernel; None if every page may be read."""
-        if self.selector is None or self.selector.reads_every_page:
-            return None
-        return self.selector.page_selection()
+        return self.selector.page_selection() if reads_selection(self.selector) else None
 
     @cached_property
     def _roomy_selection(self) -> PageSelection | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_sparse_plugin.config.retention import Retention
 from vllm_sparse_plugin.config.schema import ResolvedConfig
+from vllm_sparse_plugin.policies import reads_selection
 
 PREFERRED_BLOCK = 64
 """Tokens of a block on a GPU unless the user says otherwise: the statistics of a block and head are then one kilobyte
@@ -84,7 +85,7 @@ def keys_of_layer(
     if (window := config.rolling_window) is not None:
         return LayerKeys(retention, block_size, 1, window.cache_tokens, window.whole_tokens, rolls=True)
     selector = config.selector
-    if selector is None or selector.reads_every_page or not selects:
+    if not reads_selection(selector) or not selects:
         return LayerKeys(retention, block_size)
     shortest = config.config.min_context_tokens
     return LayerKeys(retention, block_size, selector.page_size, selector.pages_read.most, shortest - 1)

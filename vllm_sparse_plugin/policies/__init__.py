@@ -1,6 +1,6 @@
 """Policies choose what a decode step reads. Each has one file, and one row here."""
 
-from vllm_sparse_plugin.policies.base import Policy, Selection
+from vllm_sparse_plugin.policies.base import Policy, Selection, reads_selection
 from vllm_sparse_plugin.policies.dense import DensePolicy, EveryPage
 from vllm_sparse_plugin.policies.infllm import InfLLMSelection
 from vllm_sparse_plugin.policies.mean import MeanSelection
@@ -29,4 +29,5 @@ __all__ = [
     "Selection",
     "StreamingLLMSelection",
     "UniqueSelection",
+    "reads_selection",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -158,3 +158,8 @@ class Selection(Policy):
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)
+
+
+def reads_selection(selector: Selection | None) -> TypeGuard[Selection]:
+    """Returns whether decoding tokens read only the pages that a policy chooses."""
+    return selector is not None and not selector.reads_every_page

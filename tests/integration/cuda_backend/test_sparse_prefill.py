@@ -16,6 +16,7 @@ from vllm_sparse_plugin.attention.cuda import flash
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.policies import reads_selection
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
@@ -225,6 +226,5 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, prese
         "unique_prefill": of_blocks, "zipvl": 300 * 2**20, "zipvl_paper": 3 * 2 * query.numel() + 300 * 2**20,
         "snapkv": windows, "h2o": windows + 32 * 4 * HEADS * 4096,
     }  # fmt: skip
-    selects = config.selector is not None and not config.selector.reads_every_page
-    every = wanted.get(preset, 0) + (WHOLE_SCRATCH if selects else 0)
+    every = wanted.get(preset, 0) + (WHOLE_SCRATCH if reads_selection(config.selector) else 0)
     assert asked == ([(every,)] if every else [])

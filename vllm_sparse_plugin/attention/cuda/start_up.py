@@ -21,6 +21,7 @@ from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
+from vllm_sparse_plugin.policies import reads_selection
 
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
@@ -61,7 +62,7 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
         # With outputs of zero also gathered queries, gathered outputs, and outputs in token order.
         gathered = 3 * query.numel() * 2 if config.prefill.others == "zero" else 0
         wanted = max(wanted, gathered + _TOKEN_SCRATCH)
-    if config.selector is not None and not config.selector.reads_every_page:
+    if reads_selection(config.selector):
         # Planning allocates it after the profile, and keeps it.
         wanted += WHOLE_SCRATCH
     if not wanted:
