@@ -93,7 +93,7 @@ def test_chunks_behind_the_prompt_read_the_window_of_their_first_token(model):
 
 
 SNAPKV = {"method": "snapkv", "budget_tokens": 96, "window_tokens": 8, "pool_tokens": 5, "min_context_tokens": 0}
-RULE = CompactionRule(window_tokens=8, pool_tokens=5)
+RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
 H2O = {"method": "h2o", "budget_tokens": 96, "min_context_tokens": 0}
 
 
@@ -182,7 +182,7 @@ def test_h2o_keeps_what_all_queries_of_a_prompt_vote_for(model, chunks):
     for new in chunks:
         harness.step([(request, new)])
         queries.append(request.fresh)
-    rule = CompactionRule(window_tokens=0, pool_tokens=1, recent_share=0.5, every_query=True)
+    rule = CompactionRule(window_tokens=0, pool_tokens=1, sink_tokens=4, recent_share=0.5, every_query=True)
     kept = kept_tokens(torch.cat(queries), request.keys, 96 + 300 % BLOCK, Softmax(0.125), rule, BLOCK)
     for step in range(3):
         (output,) = harness.step([(request, 1)])

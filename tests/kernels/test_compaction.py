@@ -146,13 +146,13 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="sink_logits: got some"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0, 0.0, torch.zeros(4)), RULE)
     with pytest.raises(ValueError, match="pool_tokens: got 4"):
-        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(pool_tokens=4))
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), replace(RULE, pool_tokens=4))
     with pytest.raises(ValueError, match=r"recent_share: got 1\.5"):
-        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(recent_share=1.5))
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), replace(RULE, recent_share=1.5))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
-        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), replace(RULE, window_tokens=-1))
     with pytest.raises(ValueError, match="probes: got some, allowed without every_query: None"):
-        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(probes=TokenRule()))
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), replace(RULE, probes=TokenRule()))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -208,13 +208,13 @@ def check_choice(candidates: int, kept: int, first_of_window: int, rule: Compact
 
 
 CHOICES = [
-    (1, 1, 0, CompactionRule(sink_tokens=0, pool_tokens=1)),
-    (255, 100, 240, CompactionRule(sink_tokens=0, pool_tokens=9)),
-    (256, 255, 300, CompactionRule(sink_tokens=4, pool_tokens=5)),
-    (257, 257, 257, CompactionRule(sink_tokens=4, pool_tokens=5)),
-    (513, 100, 490, CompactionRule(sink_tokens=4, pool_tokens=1)),
-    (300, 100, 270, CompactionRule(sink_tokens=4, pool_tokens=25)),
-    (60, 20, 50, CompactionRule(sink_tokens=4, pool_tokens=99)),
+    (1, 1, 0, CompactionRule(32, 1, 0)),
+    (255, 100, 240, CompactionRule(32, 9, 0)),
+    (256, 255, 300, CompactionRule(32, 5, 4)),
+    (257, 257, 257, CompactionRule(32, 5, 4)),
+    (513, 100, 490, CompactionRule(32, 1, 4)),
+    (300, 100, 270, CompactionRule(32, 25, 4)),
+    (60, 20, 50, CompactionRule(32, 99, 4)),
 ]
 """Candidates, number of kept tokens, and the first token of the window: around 256, which a program counts at a
 time."""
@@ -239,7 +239,7 @@ def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
         for first_of_window, sinks, pool in (
             (before_window, 4, 5), (before_window, 4, 25), (before_window, 4, 99), (candidates + 20, 0, 1), (0, 4, 9),
         ):  # fmt: skip
-            rule = CompactionRule(sink_tokens=sinks, pool_tokens=pool)
+            rule = CompactionRule(32, pool, sinks)
             check_choice(candidates, kept, first_of_window, rule, "cuda")
 
 
@@ -422,7 +422,7 @@ def test_what_zipvls_prefill_has_kept_is_kept_of_the_cache_too():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(
-    "rule", [CompactionRule(), CompactionRule(0, 1, 4, recent_share=0.5, every_query=True), ZIPVL],
+    "rule", [CompactionRule(32, 25, 4), CompactionRule(0, 1, 4, recent_share=0.5, every_query=True), ZIPVL],
     ids=["snapkv", "h2o", "zipvl"],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

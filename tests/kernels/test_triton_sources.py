@@ -150,7 +150,7 @@ for name in ("_rank_tokens", "_list_tokens", "_copy_out"):
     setattr(compaction, name, Compile(getattr(compaction, name)))
 compaction.write_cache = lambda *given: None
 for dtype in (torch.bfloat16, torch.uint8):
-    kept = compaction.choose_tokens(torch.zeros(8, 300), 128, 256, 280, CompactionRule())
+    kept = compaction.choose_tokens(torch.zeros(8, 300), 128, 256, 280, CompactionRule(32, 25, 4))
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 256).to(dtype), 8)
     compaction.move_tokens(kept, torch.zeros(5).int(), 2, cache)
     prefill.attention_sums(batch, cache, Softmax(0.1), torch.zeros(2, 32).int())

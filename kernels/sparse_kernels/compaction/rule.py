@@ -11,11 +11,11 @@ from sparse_kernels.token_prefill import TokenRule
 class CompactionRule:
     """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
 
-    window_tokens: int = 32
+    window_tokens: int
     """Newest tokens of the prompt. They vote, and they are kept."""
-    pool_tokens: int = 5
+    pool_tokens: int
     """The score of a token is the largest vote among this many tokens around it, an odd number."""
-    sink_tokens: int = 4
+    sink_tokens: int
     """First tokens of the prompt, which are always kept."""
     recent_share: float = 0.0
     """Share of the kept tokens that is reserved for the newest tokens, if this is more than the window."""

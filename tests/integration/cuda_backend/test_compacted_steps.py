@@ -22,6 +22,8 @@ from vllm_sparse_plugin.config import Retention, resolve
 from vllm_sparse_plugin.metrics import sampling
 from vllm_sparse_plugin.requests.rows import BatchRows
 
+RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
+
 
 def runner_of(prompts: dict[int, int]) -> Runner:
     """The parts of vLLM's second model runner that compaction uses: prompt lengths by slot."""
@@ -36,7 +38,7 @@ def runner_of(prompts: dict[int, int]) -> Runner:
 def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool, every_query: bool = False) -> StepCompaction:
     retention = Retention(slides, 100, None, 4, 0)
     layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
-    rule = None if slides else CompactionRule(window_tokens=8, every_query=every_query)
+    rule = None if slides else replace(RULE, every_query=every_query)
     return StepCompaction(retention, rule, layers, BLOCK, 16, BatchRows(runner), torch.device("cpu"))
 
 
@@ -92,7 +94,7 @@ def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
         key[:300],
         2 * BLOCK + 44,
         Softmax(SCALE),
-        CompactionRule(window_tokens=8),
+        RULE,
         BLOCK,
     )
     assert metadata.seq_lens.tolist() == [2 * BLOCK + 45]
