@@ -108,14 +108,21 @@ def test_zipvl_is_served_where_our_kernels_run(folder, monkeypatch):
         admit(odd, BACKENDS)
 
 
-def test_sparse_prefill_before_a_dense_decode_has_the_limits_of_our_kernels(folder, monkeypatch):
-    config = engine_config(folder(head_dim=40), attention_backend="dense", additional_config=PREFILL)
+@pytest.mark.parametrize(
+    ("backend", "arguments"),
+    [
+        ("dense", {"attention_backend": "dense", "additional_config": PREFILL}),
+        ("sinkrouter", routed(**UNCALIBRATED)),
+    ],
+    ids=["sparse prefill before a dense decode", "routing"],
+)
+def test_other_methods_have_the_limits_of_our_kernels(backend, arguments, folder, monkeypatch):
+    config = engine_config(folder(head_dim=40), **arguments)
     on_cuda(monkeypatch)
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
-    assert (
-        str(caught.value) == "head size: got 40, allowed with attention backend dense: multiples of 16 from 32 to 256"
-    )
+    allowed = f"allowed with attention backend {backend}: multiples of 16 from 32 to 256"
+    assert str(caught.value) == f"head size: got 40, {allowed}"
 
 
 def test_sparse_prefill_of_large_heads_is_refused_where_vllm_has_another_kernel_for_them(folder, monkeypatch):
@@ -128,25 +135,6 @@ def test_sparse_prefill_of_large_heads_is_refused_where_vllm_has_another_kernel_
     assert str(caught.value) == (
         "sparse_attention.prefill: got heads of 256 on compute capability 10.0, "
         "allowed with attention backend unique_prefill: null"
-    )
-
-
-def test_blocks_hold_the_statistics_that_sparse_prefill_needs(folder, monkeypatch):
-    config = engine_config(folder(head_dim=64), attention_backend="dense", block_size=32, additional_config=PREFILL)
-    on_cuda(monkeypatch)
-    admit(config, BACKENDS)
-    config.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 256$"):
-        admit(config, BACKENDS)
-
-
-def test_routing_has_the_limits_of_our_kernels(folder, monkeypatch):
-    config = engine_config(folder(head_dim=72), **routed(**UNCALIBRATED))
-    on_cuda(monkeypatch)
-    with pytest.raises(ConfigurationError) as caught:
-        admit(config, BACKENDS)
-    assert str(caught.value) == (
-        "head size: got 72, allowed with attention backend sinkrouter: multiples of 16 from 32 to 256"
     )
 
 
@@ -271,12 +259,17 @@ def test_blocks_that_vllm_chooses_for_several_backends_hold_whole_units_on_cuda(
     assert Platform._preferred_block_size_for_backends([backend, FlashAttentionBackend], 16, config) == least
 
 
-def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(folder, monkeypatch):
-    config = engine_config(folder(head_dim=128), block_size=32)
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({}, r" \(pages of 8 tokens\)"), ({"attention_backend": "dense", "additional_config": PREFILL}, "")],
+    ids=["selection", "sparse prefill before a dense decode"],
+)
+def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(arguments, reason, folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), block_size=32, **arguments)
     on_cuda(monkeypatch)
     admit(config, BACKENDS)
     config.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"):
+    with pytest.raises(ConfigurationError, match=rf"^block_size: got 32, .*: a multiple of 256{reason}$"):
         admit(config, BACKENDS)
 
 
