@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.eval_engines import ask_engine
+from support.eval_engines import ask_and_be_refused, ask_engine
 from support.needle_text import write_needle_text
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Request
+from vllm_sparse_plugin.tools.eval.endpoints import Request
 from vllm_sparse_plugin.tools.eval.engine import Engine
 from vllm_sparse_plugin.tools.eval.fidelity import overlap
 from vllm_sparse_plugin.tools.eval.noise import in_other_batches
@@ -76,15 +76,11 @@ def test_dense_attention_is_not_itself_in_other_batches_and_eviction_is_accounte
 
 def test_a_forced_end_token_does_not_end_a_request():
     """vLLM looks for end tokens before it looks at `min_tokens`."""
-    engine = Engine(str(MODEL), {"enforce_eager": True}, 256, forcing=True, batch=2)
     end, text = 1, list(range(100, 180))
     requests = [Request(text, [7, end, 8, end], 0, ignores_end=True), Request(text, [7, end, 8], 4, ignores_end=True)]
-    try:
-        scored, answered = engine.complete(requests)
-        with pytest.raises(EndpointError, match=r"^ended a request at the forced token 1; --tokenizer must"):
-            list(engine.complete([replace(requests[0], ignores_end=False)]))
-    finally:
-        engine.close()
+    ending = replace(requests[0], ignores_end=False)
+    (scored, answered), (error,) = ask_and_be_refused(MODEL, {"enforce_eager": True}, 256, requests, [ending])
+    assert error.startswith("ended a request at the forced token 1; --tokenizer must")
     assert len(scored.logprobs) == 4
     assert len(answered.answer) == 4
 

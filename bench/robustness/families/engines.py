@@ -59,7 +59,8 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     if not current_platform.is_cpu():
         # Triton's kernels for the prefill of a gated delta net need no other package.
         defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02, "gdn_prefill_backend": "triton"}
-    _forget_modules()
+    # vLLM collects garbage several times per engine. Imported modules and compiled kernels are never garbage.
+    gc.freeze()
     _register_kernels_once()
     with engine_in_process(model=str(folder), **(defaults | arguments)) as llm:
         yield llm
@@ -72,16 +73,6 @@ def _register_kernels_once() -> None:
 
     platform: Any = type(current_platform)
     platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))
-
-
-@functools.cache
-def _forget_modules() -> None:
-    """Excludes imported objects from garbage collection, which takes longer than an engine's start.
-
-    vLLM runs it several times per engine.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def draw_weights(model: torch.nn.Module) -> None:
