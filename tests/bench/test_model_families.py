@@ -5,10 +5,9 @@
 
 import pytest
 from support.engines import collect_in_fresh_process, in_fresh_process
-from support.families import start_with_layers_of_their_own
+from support.families import run_family, start_with_layers_of_their_own
 
 from bench.robustness.families.cells import OK
-from bench.robustness.families.engines import run_family
 
 WAYS = "unique", "every page"
 

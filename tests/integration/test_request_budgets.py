@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_kernels.batch import QueryTokens
 from sparse_kernels.sparse_attention import attend_pages
-from support.engines import Engine, run_engine
+from support.engines import Engine, run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from vllm.exceptions import VLLMValidationError
 
@@ -199,12 +199,13 @@ DENSE = {"sparse": "dense"}
 LOW = {"sparse_budget_tokens": 24}
 
 
-def test_a_request_takes_no_cached_blocks_of_requests_that_read_less():
+def test_a_request_takes_no_cached_blocks_of_requests_that_read_less(tmp_path):
     """Follow-up requests have the log probabilities of an engine whose cache contains no decoded tokens."""
     rng = random.Random(4)
     prompt = [0, *(rng.randrange(3, 4000) for _ in range(1200))]
     config = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
-    with run_engine("unique", config, **SMALL_BLOCKS) as engine:
+    options = {"model": str(save_shallow(tmp_path, layers=2)), **SMALL_BLOCKS}
+    with run_engine("unique", config, **options) as engine:
         answers = engine.answer([prompt], 200, True, [None]) + engine.answer([prompt], 200, True, [LOW])
         usual, low = ([*prompt, *answer, 5] for answer in answers)
         asked = (low, DENSE), (usual, DENSE), (low, None)
@@ -218,7 +219,7 @@ def test_a_request_takes_no_cached_blocks_of_requests_that_read_less():
         # Requests that read the same share blocks, whether an argument or the settings give the budget.
         for turn, arguments in ((low, LOW), (usual, None), (usual, {"sparse_budget_tokens": 64})):
             assert follow_up(engine, turn, arguments)[1] >= 1376
-    with run_engine("unique", config, **SMALL_BLOCKS) as engine:
+    with run_engine("unique", config, **options) as engine:
         engine.expect([prompt])
         # These have equal prompts, and use equal cached blocks.
         assert [follow_up(engine, *each) for each in asked] == found

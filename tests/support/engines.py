@@ -27,6 +27,7 @@ _IMPORTED_ONCE = [
     "vllm.v1.engine.core",
     "vllm.v1.metrics.loggers",
     "vllm.v1.worker.cpu_worker",
+    "vllm_sparse_plugin.lossless.speculation",
 ]
 
 

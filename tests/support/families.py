@@ -1,8 +1,25 @@
-"""Models whose layers bring another attention backend."""
+"""Families with the heads of the test model, and models whose layers bring another attention backend."""
 
 import functools
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from support.engines import MODEL
+
+from bench.robustness.families.cells import Cell
+from bench.robustness.families.engines import FamilyRun
+from bench.robustness.families.table import FAMILIES
+
+
+def run_family(key: str, ways: Sequence[str]) -> Iterator[Cell]:
+    """Serves a family with several ways of attention. With as many heads to a KV head as the test model has, it runs
+    the compiled kernels of other engines."""
+    family = FAMILIES[key]
+    family = replace(family, changes={**family.changes, "num_attention_heads": 8})
+    with tempfile.TemporaryDirectory() as folder:
+        yield from map(FamilyRun(family, Path(folder)).cell, ways)
 
 
 def start_with_layers_of_their_own(backend: str, layers: int) -> str | None:
