@@ -147,9 +147,18 @@ class DecodeBatch:
             budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
         whole = self.whole and replace(self.whole, first_request=self.whole.first_request + first)
         return DecodeBatch(
-            self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale, self.max_context, budgets, scores, pages, whole,
-        )  # fmt: skip
+            query=self.query[tokens],
+            block_table=self.block_table[first:last],
+            seq_lens=self.seq_lens[first:last],
+            dense_requests=dense,
+            dense_tokens=self.dense_tokens,
+            query_scale=self.query_scale,
+            max_context=self.max_context,
+            budgets=budgets,
+            scores=scores,
+            pages=pages,
+            whole=whole,
+        )
 
     def token_budgets(self) -> torch.Tensor | None:
         """Returns the budget of each query token, `[num_tokens]` int32, or of each row; None where there are none."""
@@ -300,9 +309,14 @@ class Prompts:
     def batch(self, query: torch.Tensor, query_scale: torch.Tensor | None = None) -> PrefillBatch:
         """Returns the batch of these prompts with a layer's queries; see `PrefillBatch`."""
         return PrefillBatch(
-            query, self.query_start, self.block_table, self.seq_lens, max(self.query_lens), max(self.longest),
-            query_scale,
-        )  # fmt: skip
+            query=query,
+            query_start=self.query_start,
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            max_query_tokens=max(self.query_lens),
+            max_seq_tokens=max(self.longest),
+            query_scale=query_scale,
+        )
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,14 @@ class PagedTensor:
             offsets = offsets.unsqueeze(-1) + torch.arange(size, dtype=torch.int32) * stride
         block, head, group, page = view.stride()[:4]
         strides = block, head, group, page
-        return PageAddresses(memory_of(view), strides, view.shape[3], offsets.flatten().numpy(), length, step)
+        return PageAddresses(
+            elements=memory_of(view),
+            strides=strides,
+            pages_per_group=view.shape[3],
+            offsets=offsets.flatten().numpy(),
+            length=length,
+            step=step,
+        )
 
     @cached_property
     def by_head(self) -> PagedTensor:

@@ -117,7 +117,14 @@ def voting_rows(num_tokens: int, probes: TokenRule, device: torch.device) -> tor
     """
     starts = num_tokens * torch.arange(2, dtype=torch.int32, device=device)
     # The draw needs only lengths.
-    batch = PrefillBatch(starts, starts, starts, starts[1:], num_tokens, num_tokens)
+    batch = PrefillBatch(
+        query=starts,
+        query_start=starts,
+        block_table=starts,
+        seq_lens=starts[1:],
+        max_query_tokens=num_tokens,
+        max_seq_tokens=num_tokens,
+    )
     return draw_probes(batch, probes)[0]
 
 
@@ -159,7 +166,15 @@ def add_votes(
         count, seen = len(query), begin + len(query)
         starts = torch.arange(0, count + 1, count, dtype=torch.int32, device=device)
         lengths = torch.full((1,), seen, dtype=torch.int32, device=device)
-        batch = PrefillBatch(query, starts, table, lengths, count, seen, window.query_scale)
+        batch = PrefillBatch(
+            query=query,
+            query_start=starts,
+            block_table=table,
+            seq_lens=lengths,
+            max_query_tokens=count,
+            max_seq_tokens=seen,
+            query_scale=window.query_scale,
+        )
         if voting is None:
             padded = next(number for number in ROWS_AT_ONCE if number >= count)
             rows = torch.arange(begin, seen, dtype=torch.int32, device=device)

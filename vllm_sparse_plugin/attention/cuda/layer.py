@@ -135,9 +135,13 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         assert self.plan.rolling is not None
         window, rotation = self.plan.rolling
         batch = PrefillBatch(
-            query, metadata.query_start_loc, metadata.block_table, metadata.seq_lens, metadata.max_query_len,
-            metadata.max_seq_len,
-        )  # fmt: skip
+            query=query,
+            query_start=metadata.query_start_loc,
+            block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            max_query_tokens=metadata.max_query_len,
+            max_seq_tokens=metadata.max_seq_len,
+        )
         attend_rolling(batch, scaled(self.cache, layer), self.softmax, window, rotation, output)
 
     def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
@@ -162,9 +166,16 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _batch_of(self, layer: Any, query: torch.Tensor, requests: DecodeRequests) -> DecodeBatch:
         """Returns the requests as a batch with the layer's queries."""
         return DecodeBatch(
-            query[requests.tokens], requests.block_table, requests.seq_lens, requests.dense, self.plan.dense_tokens,
-            query_scale(query, layer), self.plan.max_context, requests.budgets, whole=requests.whole,
-        )  # fmt: skip
+            query=query[requests.tokens],
+            block_table=requests.block_table,
+            seq_lens=requests.seq_lens,
+            dense_requests=requests.dense,
+            dense_tokens=self.plan.dense_tokens,
+            query_scale=query_scale(query, layer),
+            max_context=self.plan.max_context,
+            budgets=requests.budgets,
+            whole=requests.whole,
+        )
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         with_scale = replace(window, query_scale=query_scale(window.query, layer))

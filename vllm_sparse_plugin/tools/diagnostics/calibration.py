@@ -378,13 +378,13 @@ def _outcome(
     prevalence = float(sinks.mean())
     verdict = judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed)
     return Outcome(
-        routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
-        thresholds,
-        rows,
-        layers,
-        detections[skip_ratio],
-        sweep,
-        average_precision(observed),
-        prevalence,
-        verdict,
+        routing=routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
+        thresholds=thresholds,
+        rows=rows,
+        layers=layers,
+        detection=detections[skip_ratio],
+        sweep=sweep,
+        auprc=average_precision(observed),
+        sink_groups=prevalence,
+        verdict=verdict,
     )

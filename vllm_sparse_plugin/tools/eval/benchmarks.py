@@ -65,7 +65,9 @@ class InfiniteRecord(BaseModel):
         if metric == "choice_letter":
             return _choice(self.context, self.input, self.options, _letter_of(answers[0], self.options))
         after = f"\n\n{self.input}\nAnswer:"
-        return Asked("", self.context, after, answers, answer_tokens, metric)
+        return Asked(
+            before="", context=self.context, after=after, answers=answers, answer_tokens=answer_tokens, metric=metric
+        )
 
     @model_validator(mode="after")
     def _answers_are_choices(self) -> InfiniteRecord:
@@ -97,7 +99,14 @@ class MileRecord(BaseModel):
         context, choices = self.task_instance.context, self.task_instance.choice_list
         if choices:
             return _choice(context, "", choices, _letter_of(self.response, choices), self.task_instruction)
-        return Asked(_paragraph(self.task_instruction), context, "\nAnswer:", (self.response,), 128, "rouge_l")
+        return Asked(
+            before=_paragraph(self.task_instruction),
+            context=context,
+            after="\nAnswer:",
+            answers=(self.response,),
+            answer_tokens=128,
+            metric="rouge_l",
+        )
 
     @model_validator(mode="after")
     def _answers_are_choices(self) -> MileRecord:
@@ -153,7 +162,15 @@ def _choice(context: str, question: str, choices: list[str], letter: str, before
     lettered = _lettered(choices)
     lines = "\n".join(f"{label}. {choice}" for label, choice in lettered)
     after = f"\n\n{_paragraph(question)}{lines}\n{_CHOOSE}"
-    return Asked(_paragraph(before), context, after, (letter,), _CHOICE_TOKENS, "choice_letter", tuple(dict(lettered)))
+    return Asked(
+        before=_paragraph(before),
+        context=context,
+        after=after,
+        answers=(letter,),
+        answer_tokens=_CHOICE_TOKENS,
+        metric="choice_letter",
+        classes=tuple(dict(lettered)),
+    )
 
 
 def _letter_of(answer: str, choices: list[str]) -> str:

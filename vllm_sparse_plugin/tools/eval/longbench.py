@@ -111,7 +111,15 @@ class _Record(BaseModel):
         before, after = head.format(input=self.input), tail.format(input=self.input)
         classes = tuple(self.all_classes or [])
         answers = tuple(self.answers)
-        return Asked(before, self.context, after, answers, dataset.answer_tokens, dataset.metric, classes)
+        return Asked(
+            before=before,
+            context=self.context,
+            after=after,
+            answers=answers,
+            answer_tokens=dataset.answer_tokens,
+            metric=dataset.metric,
+            classes=classes,
+        )
 
 
 class _ProRecord(BaseModel):
@@ -133,7 +141,14 @@ class _ProRecord(BaseModel):
         if metric == "summary_rouge_l" and self.language == "Chinese":
             metric = "summary_rouge_l_zh"
         after = f"\n\n\n\n{self.question_nonthinking}"
-        return Asked("", self.context, after, tuple(self.answer), _PRO_ANSWER_TOKENS, metric)
+        return Asked(
+            before="",
+            context=self.context,
+            after=after,
+            answers=tuple(self.answer),
+            answer_tokens=_PRO_ANSWER_TOKENS,
+            metric=metric,
+        )
 
 
 _AnyRecord = _Record | _ProRecord | InfiniteRecord | MileRecord | VideoRecord

@@ -35,8 +35,14 @@ def prefill_blocks(
     pages, lengths = virtual_sequences(scores, batch, tiles, entries, rows.shape[1], rule, counters)
     attended = torch.empty(rows.shape, dtype=output.dtype, device=output.device)
     sequences = VirtualSequences(
-        rows, entries.pages_of(cache.keys), entries.pages_of(cache.values), tiles.query_rows(heads), rule.tile_tokens,
-        lengths, pages.shape[1] * entries.tokens, pages,
-    )  # fmt: skip
+        queries=rows,
+        keys=entries.pages_of(cache.keys),
+        values=entries.pages_of(cache.values),
+        query_rows=tiles.query_rows(heads),
+        max_rows=rule.tile_tokens,
+        lengths=lengths,
+        max_length=pages.shape[1] * entries.tokens,
+        page_table=pages,
+    )
     lse = attend(sequences, attended, softmax.sink_logits is not None)
     ungroup(attended, lse, softmax.sink_logits, tiles, output)

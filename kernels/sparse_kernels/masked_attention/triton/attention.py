@@ -23,7 +23,15 @@ def masked_attention(
 ) -> torch.Tensor:
     """See `api.masked_attention`."""
     num_kv_heads, head_size = key.shape[1:]
-    call = Call(packing, mask, scale, num_kv_heads, query.shape[1] // num_kv_heads, records.vectors.shape[2], head_size)
+    call = Call(
+        packing=packing,
+        mask=mask,
+        scale=scale,
+        num_kv_heads=num_kv_heads,
+        group_size=query.shape[1] // num_kv_heads,
+        vectors=records.vectors.shape[2],
+        head_size=head_size,
+    )
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     stored = records.stored.to(query.dtype).contiguous()
     spread = None if records.spread is None else records.spread.contiguous()

@@ -104,8 +104,19 @@ def attend_among_kept(
     torch.index_select(batch.query.view(bits), 0, queries.tokens, out=query.view(bits))
     attend(
         KeptAttention(
-            query, queries.starts, keys, values, rows, kept.counts, batch.max_query_tokens, batch.max_seq_tokens,
-            softmax, batch.query_scale, cache.key_scale, cache.value_scale, attended,
+            query=query,
+            query_start=queries.starts,
+            keys=keys,
+            values=values,
+            rows=rows,
+            counts=kept.counts,
+            max_query_tokens=batch.max_query_tokens,
+            max_seq_tokens=batch.max_seq_tokens,
+            softmax=softmax,
+            query_scale=batch.query_scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            output=attended,
         )
-    )  # fmt: skip
+    )
     torch.where(queries.mask[:, None, None], attended[queries.places], output, out=output)
