@@ -316,8 +316,8 @@ def _expect_layer_shapes(expect: _Expect, vllm_config: VllmConfig, config: Resol
     # The layers of a dense draft may have any heads.
     if not current_platform.is_cuda() or not config.runs_kernels or drafts_with_attention(vllm_config):
         return
-    whole = [layer for layer in layers if attends_whole_context(layer)]
-    for group, head_size in sorted({(layer.num_heads // layer.num_kv_heads, layer.head_size) for layer in whole}):
+    full_layers = [layer for layer in layers if attends_whole_context(layer)]
+    for group, head_size in sorted({(layer.num_heads // layer.num_kv_heads, layer.head_size) for layer in full_layers}):
         _expect_cuda_shapes(expect, group, head_size, vllm_config.model_config.max_model_len, config)
 
 

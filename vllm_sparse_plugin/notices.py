@@ -115,10 +115,10 @@ def _about_few_large_pages(situation: Situation) -> str:
 
 def _about_statistics_of_its_cache(situation: Situation) -> str:
     assert situation.unique is not None
-    usual = situation.unique.statistics_in(cache_itemsize=2)
+    in_16_bits = situation.unique.statistics_in(cache_itemsize=2)
     return (
-        f"{KEY}.selection.statistics: 'auto' stores {situation.statistics} means in this 8-bit KV cache, and {usual} "
-        "in a 16-bit cache; the means choose pages less well at small budgets."
+        f"{KEY}.selection.statistics: 'auto' stores {situation.statistics} means in this 8-bit KV cache, and "
+        f"{in_16_bits} in a 16-bit cache; the means choose pages less well at small budgets."
     )
 
 

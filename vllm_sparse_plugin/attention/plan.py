@@ -118,8 +118,8 @@ class LayerPlan:
     @cached_property
     def _roomy_selection(self) -> PageSelection | None:
         """The same selection with room for the largest budget of a request."""
-        usual = self.page_selection
-        return usual if usual is None or self.most_pages is None else replace(usual, k=self.most_pages)
+        selection = self.page_selection
+        return selection if selection is None or self.most_pages is None else replace(selection, k=self.most_pages)
 
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
         """Returns the selection of a batch, with room for the largest budget if the batch has budgets."""
@@ -325,10 +325,10 @@ def _quality_of(
     # Layers with another window or cache have another builder. A step measures about `_LAYERS_MEASURED` of them all.
     backend = next(iter(selecting.values())).attn_backend
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    ours = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
+    served = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
     everywhere = sorted(
         extract_layer_index(name)
-        for name, layer in ours.items()
+        for name, layer in served.items()
         if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
     )
     stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)

@@ -118,8 +118,8 @@ class StreamingLLMCompaction(Compaction):
         from sparse_kernels.rolling_attention import RollingWindow
 
         assert self.budget_tokens is not None
-        whole = max(self.budget_tokens, self.min_context_tokens - 1)
-        return RollingWindow(self.sink_tokens, self.budget_tokens, whole)
+        whole_tokens = max(self.budget_tokens, self.min_context_tokens - 1)
+        return RollingWindow(self.sink_tokens, self.budget_tokens, whole_tokens)
 
 
 class SnapKVCompaction(Compaction):

@@ -86,9 +86,9 @@ def check_effects(resolved: ResolvedConfig) -> None:
         others.append("or prefill.first_dense_layers")
     expect(resolved.selector is not None or is_control or not config.first_dense_layers, f"{KEY}.first_dense_layers",
            f"{config.first_dense_layers} with policy {policy}, which selects no pages", ", ".join(others))  # fmt: skip
-    usual = SparseAttentionConfig.model_fields["min_context_tokens"].default
+    default = SparseAttentionConfig.model_fields["min_context_tokens"].default
     section = "compaction" if compaction is not None else "prefill"
-    expect(resolved.is_sparse or is_control or config.min_context_tokens == usual, f"{KEY}.min_context_tokens",
+    expect(resolved.is_sparse or is_control or config.min_context_tokens == default, f"{KEY}.min_context_tokens",
            f"{config.min_context_tokens} with decode steps that read the whole cache",
            f"none, or {section}.min_context_tokens")  # fmt: skip
     expect(coverage is None, f"{KEY}.selection.budget_tokens", f"a value beside selection.coverage {coverage}",

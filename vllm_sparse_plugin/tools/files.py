@@ -97,8 +97,8 @@ def digest_of(path: Path) -> str:
 
 def can_be_made(folder: Path) -> bool:
     """Return whether files can be created in a folder, or the folder itself in its nearest existing parent."""
-    there = next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), folder)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    nearest = next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), folder)
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 class _SurrogateError(ValueError):

@@ -144,9 +144,9 @@ def load_tokenizer(model: str | Path) -> Any:
 def _needs_bos(folder: Path) -> bool:
     """Return whether texts begin with `bos`, from tokenizer_config.json or else the kind of model."""
     with suppress(OSError, ValueError):
-        said = read_config(folder, "tokenizer_config.json").get("add_bos_token")
-        if isinstance(said, bool):
-            return said
+        setting = read_config(folder, "tokenizer_config.json").get("add_bos_token")
+        if isinstance(setting, bool):
+            return setting
     with suppress(OSError, ValueError):
         return str(read_config(folder).get("model_type")).startswith(_BEGIN_WITH_BOS)
     return False

@@ -183,14 +183,14 @@ def attend_blocks(
         `[num_tokens, num_kv_heads * group_size, head_size]` float32.
     """
     num_tokens, heads, group, _ = query.shape
-    device, own = query.device, read.shape[1] * block_tokens
+    device, own_tokens = query.device, read.shape[1] * block_tokens
     pages_per_block = block_tokens // cache.page_size
     # Heads may read different numbers of blocks. Places beyond a head's own number are masked.
     most = int(read.sum(dim=1).max()) if read.shape[1] else 0
     chosen = torch.where(read, torch.arange(read.shape[1], device=device), read.shape[1]).sort(dim=1).values[:, :most]
     exists = chosen < read.shape[1]
     pages = torch.where(exists, chosen, 0)[..., None] * pages_per_block + torch.arange(pages_per_block, device=device)
-    own_pages = torch.arange(own // cache.page_size, -(-end // cache.page_size), device=device)
+    own_pages = torch.arange(own_tokens // cache.page_size, -(-end // cache.page_size), device=device)
     pages = torch.cat([pages.flatten(1), own_pages.expand(heads, -1)], dim=1)
     blocks = block_table.long()[pages // cache.keys.pages_per_block]
     head = torch.arange(heads, device=device)[:, None]
@@ -198,7 +198,7 @@ def attend_blocks(
         paged.gather(blocks, head, pages % cache.keys.pages_per_block).flatten(1, 2).float()
         for paged in (cache.keys, cache.values)
     )
-    position = torch.arange(own, own + own_pages.shape[0] * cache.page_size, device=device)
+    position = torch.arange(own_tokens, own_tokens + own_pages.shape[0] * cache.page_size, device=device)
     causal = position < torch.arange(end - num_tokens + 1, end + 1, device=device)[:, None]
     past = exists.repeat_interleave(block_tokens, dim=1)
     visible = torch.cat(

@@ -31,11 +31,11 @@ def scratch_bytes(
     blocks, pages = -(-context_tokens // rule.block_tokens), -(-context_tokens // layout.page_size)
     tiles = tiles_at_most(query_tokens, rule.tile_tokens)
     groups = -(-tiles // scoring.tiles)
-    own = 2 * (-(-rule.tile_tokens // rule.block_tokens) + 1)
+    own_blocks = 2 * (-(-rule.tile_tokens // rule.block_tokens) + 1)
     regrouped = 2 * query_tokens * num_kv_heads * group_size * layout.head_size * itemsize
     logits = groups * num_kv_heads * blocks * scoring.of_group * 2
     scores = tiles * num_kv_heads * blocks * 4
     # A page of a page table may hold as few as 16 tokens.
-    tables = tiles * num_kv_heads * ((blocks + own) * (rule.block_tokens // 16) + 1) * 4
+    tables = tiles * num_kv_heads * ((blocks + own_blocks) * (rule.block_tokens // 16) + 1) * 4
     keys = num_kv_heads * pages * (kind.summary_keys * layout.head_size * 2 + 4 * kind.summary_has_spread)
     return regrouped + logits + scores + tables + keys

@@ -22,16 +22,16 @@ def newest_attention(
 ) -> torch.Tensor:
     """See `api.newest_attention`; the mask is hard."""
     first, page_size = len(key) - len(query), mask.page_size
-    whole = min(max(mask.whole_tokens - first, 0), len(query))
-    if whole == len(query):
+    whole_queries = min(max(mask.whole_tokens - first, 0), len(query))
+    if whole_queries == len(query):
         return reference.newest_attention(query, key, value, records, mask, scale)
     outputs = []
-    if whole:
-        end = first + whole
-        parts = query[:whole], key[:end], value[:end], records[: end // page_size]
+    if whole_queries:
+        end = first + whole_queries
+        parts = query[:whole_queries], key[:end], value[:end], records[: end // page_size]
         outputs.append(reference.newest_attention(*parts, mask, scale))
-    grouped, keys, values = reference.by_head(query[whole:], key, value)
-    context = torch.arange(first + whole + 1, len(key) + 1, device=query.device)
+    grouped, keys, values = reference.by_head(query[whole_queries:], key, value)
+    context = torch.arange(first + whole_queries + 1, len(key) + 1, device=query.device)
     with torch.no_grad():
         pages = _pages_read(grouped, records, context, mask)
     incomplete = (context // page_size)[:, None].expand(len(keys), -1, 1)

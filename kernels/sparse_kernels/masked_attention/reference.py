@@ -69,8 +69,8 @@ def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.d
     selection = mask.selection
     context = torch.arange(first + 1, num_tokens + 1, device=device)[:, None]
     complete, page = context // mask.page_size, torch.arange(num_pages, device=device)
-    whole = (complete <= selection.k) | (context <= mask.dense_tokens)
-    return whole | (page < selection.sink_pages) | (page >= complete - selection.recent_pages)
+    is_dense = (complete <= selection.k) | (context <= mask.dense_tokens)
+    return is_dense | (page < selection.sink_pages) | (page >= complete - selection.recent_pages)
 
 
 def log_mask(scores: torch.Tensor, always: torch.Tensor, mask: PageMask, scale: float) -> torch.Tensor:

@@ -119,11 +119,11 @@ def count_rows(
     scored = score_pages(tokens.query, statistics, tokens.block_table, num_pages, 0.0)
     counts = count_pages(tokens, cache, scored, selection, softmax, limits[request])
     if counters is not None:
-        whole = (contexts <= batch.dense_tokens) | (num_pages <= limits.least[request])
+        is_dense = (contexts <= batch.dense_tokens) | (num_pages <= limits.least[request])
         if batch.dense_requests is not None:
-            whole |= batch.dense_requests[request]
+            is_dense |= batch.dense_requests[request]
         reads = count_reads(counts, contexts, cache.page_size, cache.page_size)
-        counters.add_((reads * ~whole[:, None, None]).sum(dim=0))
+        counters.add_((reads * ~is_dense[:, None, None]).sum(dim=0))
     return replace(batch, budgets=counts.int(), scores=scored)
 
 

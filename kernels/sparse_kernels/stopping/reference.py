@@ -28,11 +28,15 @@ def partial_outputs(
         largest = torch.maximum(largest, sink)
     weights, sink = (logits - largest).exp(), (sink - largest).exp()
     # The incomplete page is the last one. It and a learned sink are part of every o(t).
-    whole = logits.shape[-1] - cache.page_size
-    by_block = weights[..., :whole].unflatten(-1, (-1, block_tokens))
-    weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].unflatten(1, (-1, block_tokens)))
-    weighted = weighted.double().cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:])[:, None]
-    total = by_block.sum(dim=-1).double().cumsum(dim=-1) + weights[..., whole:].sum(dim=-1, keepdim=True) + sink
+    complete_tokens = logits.shape[-1] - cache.page_size
+    by_block = weights[..., :complete_tokens].unflatten(-1, (-1, block_tokens))
+    weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :complete_tokens].unflatten(1, (-1, block_tokens)))
+    weighted = (
+        weighted.double().cumsum(dim=1) + (weights[..., complete_tokens:] @ attended[:, complete_tokens:])[:, None]
+    )
+    total = (
+        by_block.sum(dim=-1).double().cumsum(dim=-1) + weights[..., complete_tokens:].sum(dim=-1, keepdim=True) + sink
+    )
     outputs: torch.Tensor = weighted / total.transpose(1, 2)[..., None]
     return outputs.view(num_tokens, num_kv_heads, *outputs.shape[1:])
 

@@ -104,8 +104,8 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
     if rule.tau >= 1:
         mask, important = exists, lengths.squeeze(1)
     else:
-        whole = torch.where(exists, sums, 0).nan_to_num(0, 0, 0).double().mul(_STEPS).round().long()
-        covered = whole.sort(dim=1, descending=True).values.cumsum(dim=1)
+        steps = torch.where(exists, sums, 0).nan_to_num(0, 0, 0).double().mul(_STEPS).round().long()
+        covered = steps.sort(dim=1, descending=True).values.cumsum(dim=1)
         short = (covered < covered[:, -1:].double() * rule.tau) & exists
         important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
         important = torch.where(lengths.squeeze(1) <= rule.dense_tokens, lengths.squeeze(1), important)

@@ -97,8 +97,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Builds the metadata of a step; decoding tokens may attend sparsely if `selects`."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
-        whole = super().build(common_prefix_len, common, fast_build)
-        metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+        dense = super().build(common_prefix_len, common, fast_build)
+        metadata = SparseCPUMetadata(**{field.name: getattr(dense, field.name) for field in fields(dense)})
 
         limits = self._limits(common)
         if self.reads is not None and selects:
@@ -127,8 +127,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             from_end = common.query_start_loc[1:][request] - 1 - tokens
             context_lens = (common.seq_lens[request] - from_end).long()
             block_table = common.block_table_tensor[request].long()
-            own = None if limits is None else limits[request]
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own)
+            limits_of_tokens = None if limits is None else limits[request]
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, limits_of_tokens)
             if self.meter.sample is not None:
                 with dropping(UNMEASURED):
                     self._sample(self.meter.sample, metadata.decode, common, request)
@@ -199,8 +199,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         assert self.prefill_rule is not None
         prompts = prompts_of(common)
         most_tokens = len(prompts) * max(prompts.longest)
-        (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
-        return whole
+        (prompt_round,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+        return prompt_round
 
     def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
         """Returns the prompts that may attend sparsely, `[num_reqs]` bool."""
@@ -232,8 +232,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
         if not self.routes and self.sparse.selector is not None:
-            usual = self.sparse.selector.budget_pages
-            sparse &= common.seq_lens // self.page_size > (usual if limits is None else limits.least)
+            budget = self.sparse.selector.budget_pages
+            sparse &= common.seq_lens // self.page_size > (budget if limits is None else limits.least)
         if limits is not None:
             sparse &= limits.least < EVERY_PAGE
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens

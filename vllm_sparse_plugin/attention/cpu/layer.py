@@ -46,8 +46,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
             # A page may be as large as a block; then the incomplete page is in the second block.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
-            usual = self.plan.selector.pages_read if self.plan.selector is not None else None
-            limits = stack_limits([usual]) if usual is not None and usual.share else None
+            pages_read = self.plan.selector.pages_read if self.plan.selector is not None else None
+            limits = stack_limits([pages_read]) if pages_read is not None and pages_read.share else None
             attend_pages(token, self.cache, self._choose(token, self.cache, self.all_heads, limits), self.softmax)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
@@ -128,8 +128,10 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             self._update_statistics(attn_metadata.filled)
         if attn_metadata.rolling is not None:
             rolling = attn_metadata.rolling
-            if (whole := rolling.rest) is not None:
-                output[whole.tokens] = dense(query[whole.tokens], whole.metadata, torch.empty_like(query[whole.tokens]))
+            if (remaining := rolling.rest) is not None:
+                output[remaining.tokens] = dense(
+                    query[remaining.tokens], remaining.metadata, torch.empty_like(query[remaining.tokens])
+                )
             output[rolling.tokens] = self._attend_rolling(query[rolling.tokens], rolling.prompts)
             return
         decode = attn_metadata.decode if self.plan.is_sparse else None

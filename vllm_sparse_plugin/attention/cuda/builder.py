@@ -160,11 +160,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
-        whole, verifies = None, not selects and self.verifies_at_once and self._verifies(common)
+        dense_metadata, verifies = None, not selects and self.verifies_at_once and self._verifies(common)
         # With rolling positions, and where drafts are verified, no layer runs FlashAttention.
         if not self.rolls and not verifies and (self.any_dense_layer or not num_decodes):
-            whole = super().build(common_prefix_len, common, fast_build)
-            metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
+            dense_metadata = super().build(common_prefix_len, common, fast_build)
+            metadata = SparseCUDAMetadata(
+                **{item.name: getattr(dense_metadata, item.name) for item in fields(dense_metadata)}
+            )
         else:
             metadata = SparseCUDAMetadata(
                 num_actual_tokens=common.num_actual_tokens,
@@ -187,15 +189,19 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 bound = common.seq_lens_cpu_upper_bound
                 self.whole.write(whole_requests, None if bound is None else bound.numpy())
             for run in runs:
-                those = slice(run.first_request, run.first_request + run.num_requests)
+                requests = slice(run.first_request, run.first_request + run.num_requests)
                 tokens = slice(run.first_token, run.first_token + run.num_tokens)
                 metadata.decode.append(
                     DecodeRequests(
-                        tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
-                        None if budgets is None else budgets.tensor[those], self.limits.of(those),
-                        None if self.whole is None else self.whole.of_run(run.first_request),
+                        tokens=tokens,
+                        block_table=common.block_table_tensor[requests],
+                        seq_lens=common.seq_lens[requests],
+                        dense=dense[requests],
+                        budgets=None if budgets is None else budgets.tensor[requests],
+                        limits=self.limits.of(requests),
+                        whole=None if self.whole is None else self.whole.of_run(run.first_request),
                     )
-                )  # fmt: skip
+                )
         if verifies:
             every = slice(0, common.num_actual_tokens)
             nobody = self.dense_requests.tensor[: common.num_reqs]
@@ -206,7 +212,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 prefills = without_first(common, num_decodes, num_decode_tokens)
                 metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
-                metadata.prefill = whole
+                metadata.prefill = dense_metadata
         if prompts is not None:
             assert self.prefill_rule is not None
             most_tokens = self.vllm_config.model_config.max_model_len

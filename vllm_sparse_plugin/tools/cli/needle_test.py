@@ -302,8 +302,10 @@ def _table(backend: str, sparse: list[Result], reference: str, dense: list[Resul
     headings = "context", reference, backend, "keys read", "keys kept", f"{reference} s", f"{backend} s"
     for heading in headings:
         table.add_column(heading, justify="right")
-    for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, _row), groupby(dense, _row), strict=True):
-        parts = [list(theirs), list(ours)]
+    for ((task, context_tokens), sparse_results), (_, dense_results) in zip(
+        groupby(sparse, _row), groupby(dense, _row), strict=True
+    ):
+        parts = [list(dense_results), list(sparse_results)]
         table.add_row(
             task, str(context_tokens), *(f"{_correct(part)}/{len(part)}" for part in parts),
             *(f"{share:.1%}" for share in keys.shares(context_tokens)[:2]),

@@ -187,8 +187,8 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
         ConfigurationError: the file lacks a field, or the cache dtype is not served.
     """
     try:
-        whole = read_config(folder)
-        config = text_config(whole)
+        model_config = read_config(folder)
+        config = text_config(model_config)
         heads = int(config["num_attention_heads"])
         kv_heads = config.get("num_key_value_heads")
         shape = CacheShape(
@@ -202,7 +202,7 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
             "num_attention_heads and hidden_size"
         ) from None
     if cache_dtype == "auto":
-        cache_dtype = _declared_dtype(whole)
+        cache_dtype = _declared_dtype(model_config)
     expect_known("kv_cache_dtype", [cache_dtype], _CACHE_DTYPES)
     return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
 

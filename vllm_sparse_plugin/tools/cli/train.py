@@ -104,15 +104,17 @@ def train(
             f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: at least "
             "one completion that begins within a row"
         )
-    longest, whole = max(max(row.packing.lengths) for row in rows), served.mask(None).whole_tokens
+    longest, whole_tokens = max(max(row.packing.lengths) for row in rows), served.mask(None).whole_tokens
     # The text loss has weight 0, so training would learn only rounding.
-    if chosen.distillation == 1 and longest <= whole:
+    if chosen.distillation == 1 and longest <= whole_tokens:
         raise ConfigurationError(
-            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, because the "
+            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole_tokens}, because the "
             "selection reads shorter ones whole"
         )
     about = describe_run(folder, packages=tuple(TRAINING))
-    run = Run(folder, output, served, section, chosen, about, digest_of(data))
+    run = Run(
+        model=folder, output=output, served=served, section=section, settings=chosen, about=about, data=digest_of(data)
+    )
     console = open_console()
     ensure_caches()
     trainer = Trainer(run, rows, tokenizer, torch_device)

@@ -254,10 +254,10 @@ def _evaluate(options: list[str], label: str, path: Path) -> None:
     if not code:
         return
     refusals = [line.removeprefix("error: ") for line in log.splitlines() if line.startswith("error: ")]
-    said = refusals[-1] if refusals else last_error(log) or "no reason given"
+    reason = refusals[-1] if refusals else last_error(log) or "no reason given"
     is_refused = code == BAD_INPUT
     about = "" if is_refused else f"the engine of {label} ended with exit code {code}: "
-    print(f"error: {about}{said}", file=sys.stderr)
+    print(f"error: {about}{reason}", file=sys.stderr)
     raise typer.Exit(BAD_INPUT if is_refused else FAILED)
 
 

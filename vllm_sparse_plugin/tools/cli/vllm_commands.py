@@ -44,8 +44,8 @@ def _expect_vllms(backend: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if backend.upper() not in AttentionBackendEnum.__members__:
-        ours = ", ".join(name.lower() for name in BACKENDS)
-        raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {ours}, or a backend of vLLM's own")
+        names = ", ".join(name.lower() for name in BACKENDS)
+        raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {names}, or a backend of vLLM's own")
 
 
 def _run(command: str, context: typer.Context) -> None:

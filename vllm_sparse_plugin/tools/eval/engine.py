@@ -110,10 +110,10 @@ class Engine:
             except (RuntimeError, ValueError) as error:
                 raise EndpointError(f"did not answer a question ({first_line(error)})") from None
             for request, output in zip(batch, outputs, strict=True):
-                said = output.outputs[0]
-                token_ids = list(said.token_ids)
+                completion = output.outputs[0]
+                token_ids = list(completion.token_ids)
                 answer = after_forced(request, token_ids)
-                alternatives = [{token: each.logprob for token, each in at.items()} for at in said.logprobs or []]
+                alternatives = [{token: each.logprob for token, each in at.items()} for at in completion.logprobs or []]
                 logprobs = [at[token] for token, at in zip(token_ids, alternatives, strict=False)]
                 predictions = tuple(map(keep_likely, alternatives))
                 shares = self._shares.of(len(request.prompt), len(token_ids), counted, counted_after)

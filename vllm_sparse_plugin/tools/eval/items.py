@@ -104,12 +104,12 @@ class Prompter:
         Raises:
             ConfigurationError: the chat template changes the text of the question.
         """
-        whole = self._render(context + question) + prefix
-        begin = whole.rfind(question.rstrip()) if self._chat else len(context)
+        prompt = self._render(context + question) + prefix
+        begin = prompt.rfind(question.rstrip()) if self._chat else len(context)
         if begin < 0:
             raise ConfigurationError("chat: got a template that changes the question, allowed: one that keeps it")
-        ids = self._encode(whole)
-        shared = sum(takewhile(bool, map(eq, ids, self._encode(whole[:begin]))))
+        ids = self._encode(prompt)
+        shared = sum(takewhile(bool, map(eq, ids, self._encode(prompt[:begin]))))
         return ids[:shared], ids[shared:]
 
     def _render(self, text: str) -> str:

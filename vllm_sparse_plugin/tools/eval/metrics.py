@@ -118,10 +118,12 @@ def word_accuracy(completion: str, answer: str) -> float:
 
 def entity_error_rate(completion: str, entities: Sequence[str]) -> float:
     """Share of the entities that a transcript lacks. An entity named twice must occur twice."""
-    said = " ".join(["", *_spoken_words(completion), ""])
+    transcript = " ".join(["", *_spoken_words(completion), ""])
     wanted = Counter(" ".join(_spoken_words(entity)) for entity in entities)
     # Adjacent words share a space, so a match must not consume it.
-    found = sum(min(count, len(re.findall(f"(?<= ){re.escape(each)}(?= )", said))) for each, count in wanted.items())
+    found = sum(
+        min(count, len(re.findall(f"(?<= ){re.escape(each)}(?= )", transcript))) for each, count in wanted.items()
+    )
     return 1 - found / wanted.total()
 
 

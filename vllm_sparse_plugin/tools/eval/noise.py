@@ -85,12 +85,12 @@ def beside(name: str, dense: Sequence[Result], other: Sequence[Result], again: S
     found = of(other)
     if again is None:
         return Beside(estimate(found), None, None)
-    own = of(again)
+    repeated = of(again)
     if measure.is_share:
-        excess = estimate_excess(own, found, least)
+        excess = estimate_excess(repeated, found, least)
     else:
-        excess = estimate_amount([after - before for before, after in zip(own, found, strict=True)])
-    return Beside(estimate(found), estimate(own), excess)
+        excess = estimate_amount([after - before for before, after in zip(repeated, found, strict=True)])
+    return Beside(estimate(found), estimate(repeated), excess)
 
 
 def in_other_batches(arguments: Mapping[str, Any], concurrency: int) -> tuple[dict[str, Any], int]:

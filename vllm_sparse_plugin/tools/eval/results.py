@@ -172,8 +172,8 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
         content = path.read_bytes()
         if not content:
             return ResultFile(path, settings)
-        whole = content.rfind(b"\n") + 1
-        held = _parse(path, content[:whole] or content)
+        end = content.rfind(b"\n") + 1
+        held = _parse(path, content[:end] or content)
         for name in dict.fromkeys((*settings, *held.settings)):
             before, now = held.settings.get(name), settings.get(name)
             if before != now:
@@ -181,7 +181,7 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
                     f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new "
                     "file"
                 )
-        os.truncate(path, whole)
+        os.truncate(path, end)
     except OSError as error:
         raise ConfigurationError(
             f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"

@@ -171,9 +171,9 @@ def plan_completions(
     longest = max(len(context) + len(scored) for _, context, scored in cut)
     planned = []
     for name, context, scored in cut:
-        of = f"{COMPLETION}/{name}"
-        build = partial(Item, of, COMPLETION, longest, context, scored, (), answer_tokens=0, metric=NLL)
-        planned.append(PlannedItem(of, build))
+        item_id = f"{COMPLETION}/{name}"
+        build = partial(Item, item_id, COMPLETION, longest, context, scored, (), answer_tokens=0, metric=NLL)
+        planned.append(PlannedItem(item_id, build))
     return planned, longest
 
 

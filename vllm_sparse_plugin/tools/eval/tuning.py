@@ -70,7 +70,7 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
         again: results of dense attention in other batches, of the same prompts.
         sparse: results of the settings, of the same prompts.
     """
-    results, own = ([file.results[item] for item in dense.results] for file in (sparse, again))
+    results, repeated = ([file.results[item] for item in dense.results] for file in (sparse, again))
     reference = list(dense.results.values())
 
     def mean(field: str) -> float:
@@ -78,9 +78,15 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
         return sum(1.0 if share is None else share for share in shares) / len(shares)
 
     return Candidate(
-        name, measure, {each: beside(each, reference, results, own) for each in MEASURES},
-        mean("key_read_share"), mean("key_kept_share"), mean("kv_read_share"), mean("memory_share"), mean("seconds"),
-    )  # fmt: skip
+        name=name,
+        measure=measure,
+        kept={each: beside(each, reference, results, repeated) for each in MEASURES},
+        key_read_share=mean("key_read_share"),
+        key_kept_share=mean("key_kept_share"),
+        kv_read_share=mean("kv_read_share"),
+        memory_share=mean("memory_share"),
+        seconds=mean("seconds"),
+    )
 
 
 def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) -> Candidate | None:
@@ -97,11 +103,11 @@ def frontier_table(candidates: Sequence[Candidate], chosen: Candidate | None, ob
     """Return a row per candidate, the least `objective` first."""
     minimised, measure = OBJECTIVES[objective], candidates[0].measure
     of_dense = {name: found.own for name, found in candidates[0].kept.items() if found.own is not None}
-    own = of_dense[measure]
+    noise = of_dense[measure]
     table = Table(
         Column("settings", no_wrap=True),
         title=f"Least {minimised.heading} first. Excess: {measure} lost beyond the noise of dense attention.\n"
-        f"Dense attention keeps {_interval(own)} of itself in other batches. 95 % intervals.",
+        f"Dense attention keeps {_interval(noise)} of itself in other batches. 95 % intervals.",
     )  # fmt: skip
     amount = "bytes read" if objective == "bytes" else "memory"
     for heading in (measure, "excess", "more nats", "KL", "keys read", "keys kept", amount, "s a prompt", ""):
@@ -116,7 +122,7 @@ def frontier_table(candidates: Sequence[Candidate], chosen: Candidate | None, ob
         )  # fmt: skip
     table.add_section()
     nats = (f"{of_dense[each].value:.4f}" for each in ("nll", "kl"))
-    table.add_row("dense, other batches", _interval(own), "0", *nats, *["100.0%"] * 3, "", "")
+    table.add_row("dense, other batches", _interval(noise), "0", *nats, *["100.0%"] * 3, "", "")
     return table
 
 

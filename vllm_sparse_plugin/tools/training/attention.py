@@ -178,9 +178,13 @@ class PackedAttention:
         losses: list[torch.Tensor] = []
         shares = None if self._shares is None else iter(self._shares[module.layer_idx])
         for sequence, prompt, parts in self._decoded(query.shape[1]):
-            own, pages = slice(sequence.begin, sequence.begin + prompt), sequence.first_page
+            prompt_tokens, pages = slice(sequence.begin, sequence.begin + prompt), sequence.first_page
             if prompt:
-                outputs.append(_attend_densely(query[own], key[own], value[own], Packing((prompt,)), scale))
+                outputs.append(
+                    _attend_densely(
+                        query[prompt_tokens], key[prompt_tokens], value[prompt_tokens], Packing((prompt,)), scale
+                    )
+                )
             for begin, end in parts:
                 so_far = slice(sequence.begin, end)
                 part = (

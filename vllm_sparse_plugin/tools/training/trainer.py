@@ -158,7 +158,7 @@ class Trainer:
         """Update the weights once. Return a row of the log."""
         settings, served, begin = self._run.settings, self._run.served, time.monotonic()
         now = step_at(settings, self.steps, served.selection.budget_tokens, served.selection.page_size)
-        rows, own = self._rows_of(self.steps)
+        rows, rows_of_process = self._rows_of(self.steps)
         # Each device adds its part to the mean over the tokens of all devices, and gradients are averaged.
         share = self.num_processes / sum(sum(row.learned) for row in rows)
         share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
@@ -166,8 +166,8 @@ class Trainer:
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
         means = torch.zeros(5, device=self._accelerator.device)
-        for number, row in enumerate(own, start=1):
-            last = number == len(own)
+        for number, row in enumerate(rows_of_process, start=1):
+            last = number == len(rows_of_process)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 tokens, learned = self._tensors(row)
                 shares: Shares | None = {} if settings.selection_loss else None
@@ -376,8 +376,8 @@ def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         except (ValueError, RecursionError):
             values.append(None)
     first, *rows = values
-    whole = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-    return (first, whole) if isinstance(first, dict) else (None, [])
+    steps = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    return (first, steps) if isinstance(first, dict) else (None, [])
 
 
 @contextmanager
@@ -392,8 +392,8 @@ def _refusing(output: Path) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        own = type(error).__module__.partition(".")[0] in ("safetensors", "safetensors_rust")
-        if not isinstance(error, OSError) and not own and _TORCH_WRITER not in str(error):
+        is_of_writer = type(error).__module__.partition(".")[0] in ("safetensors", "safetensors_rust")
+        if not isinstance(error, OSError) and not is_of_writer and _TORCH_WRITER not in str(error):
             raise
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigurationError(
