@@ -29,7 +29,6 @@ CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector
 """Supported KV connectors: they move whole blocks with statistics rows, or fill blocks with noise to measure time."""
 STATISTICS_VERSION = 2
 """Version of the bytes of page statistics. Raise it when the bytes of a format change. See `test_connectors.py`."""
-
 _OF_DECODE = {
     "selection", "routing", "stopping", "compaction", "speculation", "first_dense_layers", "min_context_tokens",
 }  # fmt: skip

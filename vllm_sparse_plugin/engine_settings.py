@@ -33,8 +33,8 @@ class EngineSettings(NamedTuple):
 def settings_of(vllm_config: VllmConfig) -> EngineSettings:
     """Returns the settings that an engine was given."""
     additional, model = vllm_config.additional_config, vllm_config.model_config
-    given = additional.get(KEY) if isinstance(additional, Mapping) else None
-    return EngineSettings(given, trained_section(model.hf_config) if model is not None else None)
+    section = additional.get(KEY) if isinstance(additional, Mapping) else None
+    return EngineSettings(section, trained_section(model.hf_config) if model is not None else None)
 
 
 def resolved(vllm_config: VllmConfig, preset: str) -> ResolvedConfig:

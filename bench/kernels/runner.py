@@ -25,7 +25,6 @@ FAILED = "failed"
 """The provider raised."""
 LEFT_OUT = "left out"
 """There was no time, or no memory, for the case."""
-
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/([\w.+-]+)")
 
 

@@ -9,8 +9,6 @@ import torch
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
-
-
 MOST_STRIPES = 32
 """Stripes, at most, of a long context that is attended whole: `MOST_STRIPES` in whole.cuh."""
 WHOLE_TOKENS = 4096

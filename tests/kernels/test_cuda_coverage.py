@@ -41,14 +41,14 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
     counters = torch.zeros(case.num_kv_heads, 4, dtype=torch.int64, device="cuda")
 
     def counted(batch: DecodeBatch, limits: Limits, counters: torch.Tensor | None = None) -> torch.Tensor:
-        return count_rows(batch, cache, selection, softmax, limits, counters).budgets  # type: ignore
+        return count_rows(batch, cache, selection, softmax, limits, counters).budgets
 
     counts = counted(batch, limits, counters)
     contexts, request = inputs.context_lens(case), torch.arange(number, device="cuda").repeat_interleave(case.queries)
     grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
     tokens = QueryTokens(grouped, inputs.block_table[request].long(), contexts.long())
     scores = score_pages(grouped, inputs.statistics, inputs.block_table[request], contexts // case.page_size, 0.0)
-    expected = count_pages(tokens, cache, scores, selection, softmax, limits[request])  # type: ignore[arg-type]
+    expected = count_pages(tokens, cache, scores, selection, softmax, limits[request])
     # Of pages that reach the target within a float32 error, either may be the last.
     assert (counts - expected).abs().max() <= 2
     assert len(counts.unique()) > 3
@@ -59,8 +59,8 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
         rows = slice(row * case.queries, (row + 1) * case.queries)
         assert torch.equal(counted(batch.requests(row, row + 1), limits[one]), counts[rows])
     output = inputs.empty_output()
-    covered = count_rows(batch, cache, selection, softmax, limits)  # type: ignore[arg-type]
-    cuda.sparse_decode(covered, cache, softmax, selection, None, None, output)  # type: ignore[arg-type]
+    covered = count_rows(batch, cache, selection, softmax, limits)
+    cuda.sparse_decode(covered, cache, softmax, selection, None, None, output)
     heads = output.heads.unflatten(1, (case.num_kv_heads, case.group))
     for token, head in torch.cartesian_prod(torch.arange(len(counts)), torch.arange(case.num_kv_heads)).tolist():
         alone = inputs.row(token // case.queries)
@@ -83,13 +83,13 @@ def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatc
     number = len(case.contexts)
     limits = (torch.full((number,), x, device="cuda") for x in (0.9, 4, 1024))
     arguments = batch, cache, selection, softmax, Limits(*limits)
-    whole = count_rows(*arguments)  # type: ignore[arg-type]
+    whole = count_rows(*arguments)
     monkeypatch.setattr(cuda, "_SCRATCH_BYTES", 1)
-    parts = count_rows(*arguments)  # type: ignore[arg-type]
-    assert torch.equal(whole.budgets, parts.budgets)  # type: ignore[arg-type]
+    parts = count_rows(*arguments)
+    assert torch.equal(whole.budgets, parts.budgets)
     pages = batch.num_pages(case.page_size)
     for token, count in enumerate(pages.tolist()):
-        assert torch.equal(whole.scores[token, :, :count], parts.scores[token, :, :count])  # type: ignore[index]
+        assert torch.equal(whole.scores[token, :, :count], parts.scores[token, :, :count])
 
 
 @pytest.mark.parametrize("pages", [100, 2048, 2049, 5000])
@@ -104,10 +104,10 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: in
     cache.keys.view.zero_()
     assert cache.statistics is not None
     cache.statistics.vectors.zero_()
-    cache.statistics.scales.zero_()  # type: ignore[union-attr]
+    cache.statistics.scales.zero_()
     for share in (0.25, 0.5, 0.75):
         limits = Limits(*(torch.full((1,), x, device="cuda") for x in (share, 4, 1 << 40)))
-        counts = count_rows(batch, cache, selection, softmax, limits).budgets  # type: ignore[arg-type]
+        counts = count_rows(batch, cache, selection, softmax, limits).budgets
         assert counts is not None
         assert (counts - math.ceil(pages * share)).abs().max() <= 1
 

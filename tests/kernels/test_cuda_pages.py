@@ -54,7 +54,7 @@ def step(
 
     batch, cache, softmax, selection, routing, _ = inputs.decode_arguments(case, rule)
     output = room(inputs, case, lists, stops=rule is not None)
-    cuda.sparse_decode(replace(batch, pages=pages), cache, softmax, selection, routing, rule, output, launch)  # type: ignore
+    cuda.sparse_decode(replace(batch, pages=pages), cache, softmax, selection, routing, rule, output, launch)
     return output
 
 
@@ -123,9 +123,9 @@ def test_pages_in_pieces_give_the_same_bits(name: str) -> None:
     inputs = Inputs(case)
     batch, cache, softmax, selection, routing, _ = inputs.decode_arguments(case)
     written, again = room(inputs, case), room(inputs, case, with_pages=False)
-    cuda.decode_in_pieces(batch, cache, softmax, selection, routing, written)  # type: ignore[arg-type]
+    cuda.decode_in_pieces(batch, cache, softmax, selection, routing, written)
     check_lists(written.pages, inputs, case)
-    cuda.decode_in_pieces(replace(batch, pages=written.pages), cache, softmax, selection, routing, again)  # type: ignore
+    cuda.decode_in_pieces(replace(batch, pages=written.pages), cache, softmax, selection, routing, again)
     assert torch.equal(again.heads, written.heads)
 
 
@@ -183,7 +183,7 @@ def test_a_step_attends_exactly_the_pages_of_its_list(name: str) -> None:
     found = step(inputs, case, lists).heads
     batch, *arguments = inputs.decode_arguments(case)
     expected = torch.full_like(found, torch.nan)
-    reference_decode(replace(batch, pages=lists), *arguments, DecodeOutput(expected))  # type: ignore[arg-type, type-var]
+    reference_decode(replace(batch, pages=lists), *arguments, DecodeOutput(expected))
     assert_close(found, expected)
     # Entries without a page change no bit.
     lengths = inputs.context_lens(case).clamp(min=0) // case.page_size
@@ -223,7 +223,7 @@ def test_an_empty_list_leaves_the_incomplete_page(group: int, k: int) -> None:
     assert bool((found[[0, 3, 4]] == 0).all())
     expected = torch.full_like(found, torch.nan)
     batch, *arguments = inputs.decode_arguments(case)
-    reference_decode(replace(batch, pages=empty), *arguments, DecodeOutput(expected))  # type: ignore[arg-type, type-var]
+    reference_decode(replace(batch, pages=empty), *arguments, DecodeOutput(expected))
     assert_close(found, expected)
 
 
@@ -274,7 +274,7 @@ def test_attention_over_a_list_with_gaps_stops_where_the_reference_does(name: st
     assert torch.equal(whole.heads, plain.heads)
     expected = room(inputs, case, with_pages=False, stops=True)
     batch, *arguments = inputs.decode_arguments(case, never)
-    reference_decode(replace(batch, pages=lists), *arguments, expected)  # type: ignore[arg-type, type-var]
+    reference_decode(replace(batch, pages=lists), *arguments, expected)
     assert torch.equal(whole.pages_read, expected.pages_read)
     assert torch.equal(whole.counters, expected.counters)
     assert bool((found.pages_read <= whole.pages_read).all())
@@ -293,9 +293,9 @@ def test_a_graph_passes_pages_from_a_step_to_the_next(name: str) -> None:
 
     def run() -> None:
         batch, *arguments = inputs.decode_arguments(case)
-        cuda.sparse_decode(batch, *arguments, first)  # type: ignore[arg-type]
+        cuda.sparse_decode(batch, *arguments, first)
         batch, *arguments = other.decode_arguments(case)
-        cuda.sparse_decode(replace(batch, pages=first.pages), *arguments, second)  # type: ignore[arg-type, type-var]
+        cuda.sparse_decode(replace(batch, pages=first.pages), *arguments, second)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -320,6 +320,6 @@ def test_lists_are_checked_on_a_gpu_too() -> None:
     with pytest.raises(
         ValueError, match=r"^pages: got int32 \[2, 2, 64\] on cpu, allowed: int32 \[2, 2, 64\] on cuda:0"
     ):
-        sparse_decode(replace(batch, pages=lists), cache, softmax, selection)  # type: ignore[arg-type]
-    found = sparse_decode(replace(batch, pages=lists.cuda()), cache, softmax, selection)  # type: ignore[arg-type]
+        sparse_decode(replace(batch, pages=lists), cache, softmax, selection)
+    found = sparse_decode(replace(batch, pages=lists.cuda()), cache, softmax, selection)
     assert found.isfinite().all()

@@ -53,7 +53,7 @@ def test_selection_is_exact(kind: object, rows: int, pages: int, always: tuple[i
     from sparse_kernels.page_topk.cuda import select_pages
 
     torch.manual_seed(rows + pages)
-    scores = kind(torch.randn(rows, 2, pages, device="cuda").bfloat16())  # type: ignore[operator]
+    scores = kind(torch.randn(rows, 2, pages, device="cuda").bfloat16())
     lengths = torch.randint(0, pages + 1, (rows,), device="cuda")
     lengths[0] = pages
     expected = reference_selection(scores, lengths, 64, *always)
@@ -73,7 +73,7 @@ def test_lists_are_exact_whatever_the_launch(kind: object, k: int, pages: int, a
     from sparse_kernels.page_topk.cuda import list_pages
 
     torch.manual_seed(k + pages)
-    scores = kind(torch.randn(5, 2, -(-pages // 8) * 8, device="cuda").bfloat16())  # type: ignore[operator]
+    scores = kind(torch.randn(5, 2, -(-pages // 8) * 8, device="cuda").bfloat16())
     lengths = torch.tensor([pages, k + 1, k, k - 1, pages - 3], device="cuda")
     # Scores beyond a row are garbage.
     beyond = torch.arange(scores.shape[2], device="cuda") >= lengths[:, None, None]

@@ -221,7 +221,7 @@ class Inputs:
         coefficients = torch.zeros(case.num_kv_heads, 4, device="cuda")
         coefficients[:, 0] = around.mean()
         counts = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device="cuda")
-        return GroupRouting(coefficients, case.score, counts=counts)  # type: ignore[arg-type]
+        return GroupRouting(coefficients, case.score, counts=counts)
 
     def batch(self, case: Case) -> DecodeBatch:
         return DecodeBatch(
@@ -335,7 +335,7 @@ def in_pieces(inputs: Inputs, case: Case) -> torch.Tensor:
 
     batch, cache, softmax, selection, routing, _ = inputs.decode_arguments(case)
     output = inputs.empty_output()
-    cuda.decode_in_pieces(batch, cache, softmax, selection, routing, output)  # type: ignore[arg-type]
+    cuda.decode_in_pieces(batch, cache, softmax, selection, routing, output)
     return output.heads
 
 

@@ -43,7 +43,8 @@ STANDS_FOR = {
     "{name}": ("min_budget_tokens", "max_budget_tokens"),  # and a task of eval
     "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
     "{given[0]}": ("sparse", "sparse_budget_tokens", "sparse_coverage"),
-    "{', '.join(given)}": (),  # arguments of a request, which are refused alone, too
+    "{', '.join(names)}": (),  # arguments of a request, which are refused alone, too
+    "{', '.join(values)}": (),  # the same
     "{FORCED_TOKENS_ARGUMENT}": (),  # refused by the server, for one request
 }
 """The fields of messages whose field name is a variable."""

@@ -224,8 +224,8 @@ class StepCompaction:
 
     def _blocks(self, request: _Request, block_table: torch.Tensor) -> PromptBlocks:
         """Returns the blocks of a prompt, and the blocks that its kept tokens move into."""
-        left = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
-        return PromptBlocks(block_table, request.prompt_tokens, left.stop)
+        left_out = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
+        return PromptBlocks(block_table, request.prompt_tokens, left_out.stop)
 
     def _move(self, request: _Request, prompt: PromptBlocks) -> None:
         """Moves the kept tokens of layers that have not moved them. A replayed graph, which may compute the prompt's

@@ -199,8 +199,8 @@ def hook_requests(
     def processing(process: Callable[..., Any]) -> Callable[..., Any]:
         def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                given, grows = getattr(params, "extra_args", None), bool(kwargs.get("resumable"))
-                check(processor.vllm_config, given, False, grows)
+                extra_args, grows = getattr(params, "extra_args", None), bool(kwargs.get("resumable"))
+                check(processor.vllm_config, extra_args, False, grows)
             except ValueError as error:
                 refuse(error)
             return process(processor, request_id, prompt, params, *args, **kwargs)
@@ -209,10 +209,10 @@ def hook_requests(
 
     def adding(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         def preprocess_add_request(core: Any, request: Any) -> Any:
-            given = getattr(request.sampling_params, "extra_args", None)
+            extra_args = getattr(request.sampling_params, "extra_args", None)
             if request.resumable:
                 check(core.vllm_config, None, False, True)
-            request.cache_salt = salt(core.vllm_config, given, request.cache_salt)
+            request.cache_salt = salt(core.vllm_config, extra_args, request.cache_salt)
             return preprocess(core, request)
 
         return preprocess_add_request
@@ -222,10 +222,15 @@ def hook_requests(
             refused = await check_model(server, request, *args, **kwargs)
             if refused is not None:
                 return refused
-            given = getattr(request, "vllm_xargs", None)
-            given = given or getattr(getattr(request, "sampling_params", None), "extra_args", None)
+            extra_args = getattr(request, "vllm_xargs", None)
+            extra_args = extra_args or getattr(getattr(request, "sampling_params", None), "extra_args", None)
             try:
-                check(server.engine_client.vllm_config, given, bool(getattr(request, "use_beam_search", False)), False)
+                check(
+                    server.engine_client.vllm_config,
+                    extra_args,
+                    bool(getattr(request, "use_beam_search", False)),
+                    False,
+                )
             except ValueError as error:
                 return server.create_error_response(str(error))
             return None

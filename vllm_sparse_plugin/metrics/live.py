@@ -41,7 +41,6 @@ _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
 _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """Comma-separated names that vLLM copies to Ray's workers, which do not inherit the environment."""
-
 _READ_SHARE = "vllm_sparse_kv_read_share"
 _READ_SHARE_TEXT = (
     "Keys read (sum) of the positions in the context (count) by decoding tokens that leave something out or, with "

@@ -56,12 +56,12 @@ def pages_of_request(
     Raises:
         ValueError: names the argument, the value and the allowed values.
     """
-    given = {name: arguments[name] for name in ARGUMENTS if arguments and arguments.get(name) is not None}
-    if not given:
+    values = {name: arguments[name] for name in ARGUMENTS if arguments and arguments.get(name) is not None}
+    if not values:
         return None
-    if len(given) > 1:
-        raise ValueError(f"{', '.join(given)}: got all of them, allowed: one in a request")
-    ((name, got),) = given.items()
+    if len(values) > 1:
+        raise ValueError(f"{', '.join(values)}: got all of them, allowed: one in a request")
+    ((name, got),) = values.items()
     if config.lossless is not None:
         raise ValueError(f"{name}: got {got!r:.80} in lossless mode, which answers densely, allowed: none")
     if name == DENSE:

@@ -37,8 +37,8 @@ def check_request(
     Raises:
         ValueError: names the argument, the value and the allowed values.
     """
-    given = [name for name in arguments or () if name.startswith(PREFIX)]
-    if not given and not streams_input:
+    names = [name for name in arguments or () if name.startswith(PREFIX)]
+    if not names and not streams_input:
         return
     config = _served(vllm_config)
     if config is None:
@@ -46,11 +46,11 @@ def check_request(
     if streams_input and config.compaction is not None:
         # The scheduler and the workers would compact prompts of different lengths.
         raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
-    for name in given:
+    for name in names:
         _expect_known(name)
-    if given and beam_search:
+    if names and beam_search:
         # vLLM starts new requests for every token of a beam, without these arguments.
-        raise ValueError(f"{', '.join(given)}: got a value with beam search, allowed: none")
+        raise ValueError(f"{', '.join(names)}: got a value with beam search, allowed: none")
     pages_of_request(arguments, config, on_gpu=_on_gpu())
 
 

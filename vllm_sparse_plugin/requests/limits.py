@@ -40,13 +40,13 @@ class RequestedPages:
         The list is empty if no request asks. Rows that pad the batch are left out.
         """
         arguments = [] if self._rows is None else self._rows.arguments(common)
-        asked = [self._look_up(each) if each else None for each in arguments]
+        requested = [self._look_up(each) if each else None for each in arguments]
         # A dummy run may be smaller than the last batch of the runner.
-        return asked[: common.num_reqs] if any(asked) else []
+        return requested[: common.num_reqs] if any(requested) else []
 
     def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
-        given = tuple(arguments.get(name) for name in ARGUMENTS)
-        key = tuple(map(repr, given))
+        values = tuple(arguments.get(name) for name in ARGUMENTS)
+        key = tuple(map(repr, values))
         if key not in self._known:
             try:
                 self._known[key] = pages_of_request(arguments, self._config, on_gpu=self._on_gpu)
@@ -119,9 +119,9 @@ class StepLimits:
 
     def step(self, common: CommonAttentionMetadata) -> Sequence[PagesRead | None]:
         """Writes the limits of a step's requests; returns the reads that they ask for, see `RequestedPages.of_step`."""
-        asked = self._requested.of_step(common)
+        requested = self._requested.of_step(common)
         # A request that reads everything attends densely, with any budget.
-        read = [self._default if each is None or each.least >= EVERY_PAGE else each for each in asked]
+        read = [self._default if each is None or each.least >= EVERY_PAGE else each for each in requested]
         if self.budgets is not None:
             self.budgets.write([each.most for each in read])
         if self._limits is not None:
@@ -129,7 +129,7 @@ class StepLimits:
             share.write([each.share for each in read])
             least.write([each.least for each in read])
             most.write([each.most for each in read])
-        return asked
+        return requested
 
     def of(self, requests: slice) -> Limits | None:
         """Returns the limits of some of the requests under a coverage; None without a coverage."""

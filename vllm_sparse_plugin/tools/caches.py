@@ -29,8 +29,8 @@ def ensure_caches() -> None:
 
 def user_cache() -> Path:
     """Return the user's cache folder."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base)
     return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
 
 

@@ -136,7 +136,7 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
 
     questions: list[Question] = []
     for first in range(0, count, per_document):
-        asked = min(per_document, count - first)
+        in_document = min(per_document, count - first)
         if task == "denseneedle":
             needles = magic_needles(rng, size // _DENSENEEDLE_CHARS)
             haystack = "".join(needle.text for needle in needles)
@@ -155,8 +155,8 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
             ends = list(accumulate(len(needle.text) for needle in needles))
             document = document[: ends[bisect_right(ends, len(document)) - 1]]
             needles = needles[: bisect_right(ends, len(document) * asked_share)]
-        for i in range(asked):
-            question, answer = ask(task, needles, int((i + 0.5) * len(needles) / asked))
+        for i in range(in_document):
+            question, answer = ask(task, needles, int((i + 0.5) * len(needles) / in_document))
             questions.append(Question(task, context_tokens, document + question, answer))
     return questions
 
@@ -183,9 +183,9 @@ def ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
     if task == "multiquery":
         # A third of the needles lies between two of the needles asked for, so every question spans the document.
         third = len(needles) // _KEYS_PER_QUESTION
-        asked = [needles[(index + i * third) % len(needles)] for i in range(_KEYS_PER_QUESTION)]
-        keys = ", ".join(needle.key for needle in asked)
-        return f"\nWhat are the special magic numbers for {keys}? Answer:", ", ".join(needle.value for needle in asked)
+        chosen = [needles[(index + i * third) % len(needles)] for i in range(_KEYS_PER_QUESTION)]
+        keys = ", ".join(needle.key for needle in chosen)
+        return f"\nWhat are the special magic numbers for {keys}? Answer:", ", ".join(needle.value for needle in chosen)
     return f"\nWhat is the special magic number for {needles[index].key}? Answer:", needles[index].value
 
 

@@ -215,13 +215,13 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Returns how many pages each request reads in a decode step; None if all follow the settings."""
         if not self.sparse.is_sparse:
             return None
-        asked = self.requested.of_step(common)
+        requested = self.requested.of_step(common)
         default = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
-        if not asked and not default.share:
+        if not requested and not default.share:
             return None
         # Padding rows have no request.
-        asked += [None] * (common.num_reqs - len(asked))
-        return stack_limits([each or default for each in asked])
+        requested += [None] * (common.num_reqs - len(requested))
+        return stack_limits([each or default for each in requested])
 
     def _sparse_requests(
         self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Limits | None

@@ -182,8 +182,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
                 decode.chosen[name] = pages
             return attend_pages(tokens, self.cache, pages, self.softmax)
         if routing.counts is not None:
-            asked = torch.full((self.num_kv_heads,), len(query))
-            routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
+            counts = torch.full((self.num_kv_heads,), len(query))
+            routing.counts.add_(torch.stack([skipped.sum(dim=0), counts], dim=1))
         # Each remaining KV group becomes a token of its own, over a cache of one KV head.
         token, head = (~skipped).nonzero(as_tuple=True)
         blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]

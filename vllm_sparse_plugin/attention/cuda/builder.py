@@ -151,10 +151,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             common = self.compaction.condense(common)
         for counts in self.counts:
             counts.step()
-        asked = self.limits.step(common)
+        requested = self.limits.step(common)
         if self.reads is not None and selects:
             self.reads.step(
-                common, self.reorder_batch_threshold, self.limits.by_request(asked, common.num_reqs),
+                common, self.reorder_batch_threshold, self.limits.by_request(requested, common.num_reqs),
                 self.meter.log_of(common), None if self.compaction is None else self.compaction.left_out,
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
@@ -180,10 +180,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.num_decode_tokens = num_decode_tokens
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         if num_decodes:
-            whole_requests = self._write_dense_requests(common, num_decodes, asked)
+            whole_requests = self._write_dense_requests(common, num_decodes, requested)
             if self.meter.sample is not None:
                 with dropping(UNMEASURED):
-                    metadata.sampled = self._sampled(self.meter.sample, common, runs, asked, whole_requests)
+                    metadata.sampled = self._sampled(self.meter.sample, common, runs, requested, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.limits.budgets
             if self.whole is not None:
                 bound = common.seq_lens_cpu_upper_bound

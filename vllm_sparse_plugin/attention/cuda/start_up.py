@@ -26,13 +26,9 @@ from vllm_sparse_plugin.policies import reads_selection
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
 longest context, by about 100 bytes per token."""
-
-
 _WINDOW_SCRATCH = 256 * 2**20
 """Bytes of the queries that all layers keep until a prompt ends. A prompt takes 8 MB in a model of 32 layers with 32
 heads of 128 elements and windows of 32 tokens."""
-
-
 _COLD = "its kernels are compiled when a prompt needs them"
 """The message if the warm-up of compaction fails."""
 

@@ -133,7 +133,7 @@ def calibrate(
     tasks = task or list(DEFAULT_TASKS)
     if prompts is None:
         check_questions(tasks, lengths, samples)
-    given = _read_texts(prompts)
+    texts = _read_texts(prompts)
     preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
     check_output(preset, "output")
     # Imported here: bad input must not wait for it.
@@ -145,7 +145,7 @@ def calibrate(
     tokenizer = open_tokenizer(folder)
     console = open_console()
     with console.status("Writing the documents"):
-        documents = _documents(tokenizer, given, prompts, tasks, lengths, samples, seed)
+        documents = _documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
     with open_report(json_path, folder, "json") as report:
         with Progress(console=console, transient=True) as progress:
             captured = CapturingModel(folder, torch_device)
@@ -243,10 +243,10 @@ def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], sampl
             texts: dict[tuple[int, ...], Text] = {}
             for question in build_questions(tokenizer, task, length, count, seed):
                 # If a token spans the end of the document, the questions do not share the document.
-                document, asked = prompter.split(*question.parts)
+                document, question_tokens = prompter.split(*question.parts)
                 answer = prompter.encode_plain(f" {question.answer}")
                 text = texts.setdefault(tuple(document), Text(task, length, document, [], []))
-                text.rest.append(asked + answer)
+                text.rest.append(question_tokens + answer)
                 text.asked.append(len(answer))
             yield from texts.values()
 

@@ -111,9 +111,9 @@ def diagnose(
     compared = [_compared(name, additional_config, budgets, trained) for name in attention_backend or ["unique"]]
     if layer and max(layer) >= layers:
         raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
-    given = None if prompts is None else read_prompts(prompts)
+    entries = None if prompts is None else read_prompts(prompts)
     tasks = task or list(TASKS)
-    if given is None:
+    if entries is None:
         check_questions(tasks, [context], questions, limit)
     # Imported here: bad input must not wait for it.
     torch_device = find_device(device)
@@ -122,10 +122,10 @@ def diagnose(
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
-    if given is None:
+    if entries is None:
         with console.status("Writing the questions"):
-            given = _needle_prompts(tokenizer, tasks, context, questions, seed)
-    encoded = [_encode(tokenizer, entry, queries, limit) for entry in given]
+            entries = _needle_prompts(tokenizer, tasks, context, questions, seed)
+    encoded = [_encode(tokenizer, entry, queries, limit) for entry in entries]
     rows: list[dict[str, Any]] = []
     with open_report(json_path, folder, "json") as report:
         captured = CapturingModel(folder, torch_device)

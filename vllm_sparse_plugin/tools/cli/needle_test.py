@@ -214,8 +214,8 @@ def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Con
     results: list[Result] = []
     with server.explain_failures():
         endpoint = Server(server.client, server.settings.model.name, concurrency=1)
-        asked = ask(endpoint, planned, "prompt", _prompter(server.settings.model), _score, console, server.name)
-        for (task, context_tokens), part in groupby(asked, _row):
+        replies = ask(endpoint, planned, "prompt", _prompter(server.settings.model), _score, console, server.name)
+        for (task, context_tokens), part in groupby(replies, _row):
             answered = []
             for result in part:
                 report.add(_record(server.name, result))

@@ -121,9 +121,9 @@ def plan(
         *(f"requests of {prompt:,}" for prompt in prompts),
     )  # fmt: skip
     refused = []
-    for name, given, of_preset in _rows(settings, attention_backend.lower(), preset):
+    for name, value, of_preset in _rows(settings, attention_backend.lower(), preset):
         try:
-            config = resolve(given, of_preset, trained)
+            config = resolve(value, of_preset, trained)
             _expect_served(config, shape)
             tokens = shape.block_size(config, block_size)
             tables, num_blocks = _pool(config, shape, memory, tokens)

@@ -104,7 +104,7 @@ def in_other_batches(arguments: Mapping[str, Any], concurrency: int) -> tuple[di
         concurrency: of the first run.
     """
     chunk = _OTHER_CHUNK if arguments.get("max_num_batched_tokens") != _OTHER_CHUNK else _OTHER_CHUNK - 128
-    given = arguments.get("max_num_seqs")
-    slots = min(given, _SLOTS) if isinstance(given, int) else _SLOTS
+    most_requests = arguments.get("max_num_seqs")
+    slots = min(most_requests, _SLOTS) if isinstance(most_requests, int) else _SLOTS
     other = _OTHER_REQUESTS if concurrency != _OTHER_REQUESTS else _OTHER_REQUESTS - 2
     return {**arguments, "max_num_batched_tokens": chunk, "max_num_seqs": slots}, other

@@ -203,9 +203,9 @@ def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
     figure, panels = _panels(len(tasks))
     for panel, task in zip(panels, tasks, strict=False):
         for i, (label, each) in enumerate(found):
-            here = [(contexts.index(context), each[name, context]) for name, context in each if name == task]
+            points = [(contexts.index(context), each[name, context]) for name, context in each if name == task]
             shift = 0.08 * (i - (len(found) - 1) / 2)
-            _bars(panel, [(place + shift, estimate) for place, estimate in here], f"C{i}", label)
+            _bars(panel, [(place + shift, estimate) for place, estimate in points], f"C{i}", label)
         panel.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         panel.set_xlim(-0.5, len(contexts) - 0.5)
         if task not in TEXT_TASKS:
@@ -259,10 +259,10 @@ def _places(results: Sequence[Result]) -> dict[Place, list[Result]]:
     """Return results by task and context, and those of all scored tasks of a context."""
     found: dict[Place, list[Result]] = {}
     for context in sorted({result.context_tokens for result in results}):
-        here = [result for result in results if result.context_tokens == context]
-        for task in dict.fromkeys(result.task for result in here):
-            found[task, context] = [result for result in here if result.task == task]
-        scored = [result for result in here if result.metric != NLL]
+        in_context = [result for result in results if result.context_tokens == context]
+        for task in dict.fromkeys(result.task for result in in_context):
+            found[task, context] = [result for result in in_context if result.task == task]
+        scored = [result for result in in_context if result.metric != NLL]
         if len({result.task for result in scored}) > 1:
             found[_ALL, context] = scored
     return found

@@ -203,9 +203,9 @@ def _file_question(
     """A question of a file, with its documents among others."""
     if index >= len(questions):
         raise ConfigurationError(f"questions: got {index + 1}, allowed: the {len(questions)} of {option}")
-    asked = questions[index]
-    kept = [documents[i] for i in sorted(asked.documents)]
-    others = [document for i, document in enumerate(documents) if i not in asked.documents]
+    question = questions[index]
+    kept = [documents[i] for i in sorted(question.documents)]
+    others = [document for i, document in enumerate(documents) if i not in question.documents]
     rng.shuffle(others)
     ends = list(accumulate(map(len, others)))
     order = rng.getrandbits(64)
@@ -218,7 +218,10 @@ def _file_question(
         texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(shown, 1))
         context = f"Some of these documents answer a question.\n\n{texts}\n\n"
         return Draft(
-            context, f"Question: {asked.text}\nAnswer in a few words of the documents.", asked.answers, "\nAnswer:"
+            context,
+            f"Question: {question.text}\nAnswer in a few words of the documents.",
+            question.answers,
+            "\nAnswer:",
         )
 
     return Drawn(write, min(ends[-1] if ends else 1, context_tokens * _CHARS_PER_TOKEN))

@@ -80,14 +80,14 @@ def needle_items(prompter: Prompter, task: str, context_tokens: int, count: int,
     """Return the questions of `vllm-sparse needles` as items."""
     items = []
     for index, question in enumerate(needles.build_questions(prompter, task, context_tokens, count, seed)):
-        before, asked = prompter.split(*question.parts)
+        before, question_tokens = prompter.split(*question.parts)
         items.append(
             Item(
                 id=f"{task}/{context_tokens}/{index}",
                 task=task,
                 context_tokens=context_tokens,
                 context=before,
-                question=asked,
+                question=question_tokens,
                 answers=(question.answer,),
                 answer_tokens=needles.answer_tokens(task),
                 metric="exact_first_line",

@@ -48,9 +48,9 @@ def read_documents(path: Path, tokenizer: Any) -> list[Document]:
         if text is not None and prompt is None and completion is None:
             documents.append(Document(tokenizer.encode(text) + end, 0))
         elif text is None and prompt is not None and completion is not None:
-            asked = tokenizer.encode(prompt)
+            prompt_ids = tokenizer.encode(prompt)
             answer = tokenizer.encode(completion, add_special_tokens=False)
-            documents.append(Document(asked + answer + end, len(asked)))
+            documents.append(Document(prompt_ids + answer + end, len(prompt_ids)))
         else:
             raise ConfigurationError(
                 f"data: got {line[:60]!r} in line {number}, allowed: a JSON object with a `text`, or with a `prompt` "

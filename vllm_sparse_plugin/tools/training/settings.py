@@ -15,7 +15,6 @@ from vllm_sparse_plugin.policies.base import Section
 
 _LEAST_RATE = 0.01
 """Final learning rate, as a share of the peak."""
-
 LOSS_OF_THE_TEXT: dict[str, Any] = {
     "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0, "kept_share": 0.0
 }  # fmt: skip
