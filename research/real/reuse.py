@@ -13,6 +13,7 @@ from research.real.model import Llama
 from research.real.pages import Layer
 from research.real.prefill import NOISE
 from research.real.texts import Prompt
+from vllm_sparse_plugin.tools.diagnostics.anchors import place_anchors
 
 STRIDES = 2, 3, 4
 """Every which layer chooses."""
@@ -75,27 +76,6 @@ def caught_weight(model: Llama, texts: Sequence[Prompt], arm: str, budget: int) 
         Decoded(model, text).agreement(choose)
     assert total is not None
     return total / len(texts)
-
-
-def place_anchors(loss: torch.Tensor, count: int) -> list[int]:
-    """Return the anchor of each layer: `count` anchors that lose the least weight, each for the layers up to the next.
-
-    Args:
-        loss: `[layer, anchor]`, weight that a layer loses if it reads the pages of an anchor before it.
-        count: number of anchors.
-    """
-    layers, loss = len(loss), loss.cpu()
-    # By number of placed layers: what they lose, and their anchors.
-    plans: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for _ in range(count):
-        longer: dict[int, tuple[float, list[int]]] = {}
-        for first, (lost, anchors) in plans.items():
-            for last in range(first + 1, layers + 1):
-                total = lost + loss[first:last, first].sum().item()
-                if last not in longer or total < longer[last][0]:
-                    longer[last] = total, [*anchors, *[first] * (last - first)]
-        plans = longer
-    return plans[layers][1]
 
 
 def plans_of(caught: torch.Tensor) -> list[Plan]:

@@ -296,14 +296,6 @@ def test_a_layer_that_reads_its_own_choice_is_a_decode(model, text):
     assert {row["plan"]: row["anchors"] for row in rows if row["arm"]}["every2"] == -(-model.num_layers // 2)
 
 
-def test_anchors_are_placed_where_the_least_weight_is_lost():
-    loss = torch.tensor([[0, 9, 9, 9], [5, 0, 9, 9], [6, 1, 0, 9], [7, 2, 1, 0]]).float()
-    assert reuse.place_anchors(loss, 4) == [0, 1, 2, 3]
-    assert reuse.place_anchors(loss, 2) == [0, 1, 1, 1]
-    assert reuse.place_anchors(loss, 3) == [0, 1, 2, 2]
-    assert reuse.place_anchors(loss, 1) == [0, 0, 0, 0]
-
-
 def test_heads_read_the_pages_that_hold_most_of_their_weight():
     caught = torch.zeros(2, 2, 2, 2)
     caught[0, 0], caught[1, 1] = torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([[0.7, 0.1], [0.2, 0.9]])

@@ -12,10 +12,11 @@ from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.cli import main
-from vllm_sparse_plugin.tools.cli.calibrate import _cut, _lengths
+from vllm_sparse_plugin.tools.cli.calibrate import _lengths
 from vllm_sparse_plugin.tools.diagnostics import calibration
 from vllm_sparse_plugin.tools.diagnostics.calibration import Detection, Observed
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
+from vllm_sparse_plugin.tools.diagnostics.texts import cut_texts
 
 HEADS, GROUP, SIZE = 2, 3, 8
 
@@ -148,14 +149,14 @@ def test_lengths_and_texts():
     assert _lengths(None, 8192, 4096)[-1] == 8192
     assert _lengths(None, 1 << 20, 4096)[-1] == 1 << 20
     assert _lengths([9000, 5000], 32768, 4096) == [5000, 9000]
-    first, second = _cut([list(range(500))], [100, 400])
+    first, second = cut_texts([list(range(500))], [100, 400])
     assert first.document + first.rest[0] == list(range(100))
     assert second.document + second.rest[0] == list(range(400))
     assert (len(first.rest[0]), first.asked) == (50, [49])
     with pytest.raises(
         ConfigurationError, match="prompts: got a text of 99 tokens, allowed: the longest context's 100"
     ):
-        list(_cut([list(range(99))], [50, 100]))
+        list(cut_texts([list(range(99))], [50, 100]))
 
 
 def run(monkeypatch, *arguments: str) -> object:
@@ -234,7 +235,7 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
     # The share of the training texts that its thresholds skip.
     for length in (128, 300):
         skips = []
-        for text in _cut([captured_tokens(model, text) for text in texts[::2]], [length]):
+        for text in cut_texts([captured_tokens(model, text) for text in texts[::2]], [length]):
             layers = captured.decode(captured.prefill(text.document), text.rest[0]).layers
             skips += [
                 calibration.skipped_by(routing, index, inputs) for index, inputs in enumerate(layers) if index > 2

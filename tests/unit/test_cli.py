@@ -224,6 +224,7 @@ HEAVY = {"torch", "vllm", "transformers", "triton", "numpy", "openai", "numba", 
         ("show-config",),
         ("diagnose", "--help"),
         ("calibrate", "--help"),
+        ("anchors", "--help"),
         ("eval", "--help"),
     ],
     ids=" ".join,
@@ -270,7 +271,7 @@ def test_a_shell_completes_commands_options_and_backends():
     assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
 
 
-@pytest.mark.parametrize("command", ["diagnose", "calibrate"])
+@pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors"])
 def test_a_model_must_be_named_where_there_is_no_checkout(run, monkeypatch, tmp_path, command):
     monkeypatch.setattr(arguments, "NEEDLE_MODEL", tmp_path / "missing")
     assert refused(run(command)) == "model: got none, allowed outside of a checkout: the folder of a model"

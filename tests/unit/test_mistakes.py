@@ -24,6 +24,7 @@ HALF = WHOLE[:20]
 INPUTS: dict[str, tuple[list[str], str]] = {
     "diagnose --prompts": (["diagnose"], "prompts"),
     "calibrate --prompts": (["calibrate"], "prompts"),
+    "anchors --prompts": (["anchors"], "prompts"),
     "tune --prompts": (["tune", "--model", str(MODEL)], "prompts"),
     "train --data": (["train", "--output", "new"], "data"),
     "eval --completions": (["eval", "--in-process", "--model", str(MODEL), "--output", "new"], "completions"),
@@ -157,7 +158,7 @@ def test_a_file_that_cannot_be_used(run, case, mistake):
     ("command", "mistake"),
     [
         (command, mistake)
-        for command in ("show-config", "plan", "needles", "diagnose", "calibrate", "train")
+        for command in ("show-config", "plan", "needles", "diagnose", "calibrate", "anchors", "train")
         for mistake in BAD_MODELS
         if (command, mistake) != ("show-config", "numbers that are none")  # it looks at no number
     ],
@@ -184,7 +185,7 @@ WEIGHTS = {"empty": b"", "a pointer of Git LFS": LFS, "truncated": (MODEL / "mod
 
 
 @pytest.mark.parametrize("mistake", WEIGHTS)
-@pytest.mark.parametrize("command", ["diagnose", "calibrate", "train"])
+@pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors", "train"])
 def test_weights_that_cannot_be_read(run, command, mistake):
     model = damaged_model("model.safetensors", WEIGHTS[mistake])
     text = "x = 1\n" * 2000
@@ -194,6 +195,7 @@ def test_weights_that_cannot_be_read(run, command, mistake):
     arguments = {
         "diagnose": ["--prompts", data, "--json", "new"],
         "calibrate": ["--prompts", data, "--context", "1024", "--context", "2048", "--output", "new"],
+        "anchors": ["--prompts", data, "--context", "2100", "--output", "new"],
         "train": ["--data", data, "--output", "new"],
     }[command]
     said = sentence_of(run(command, "--model", model, *arguments))
@@ -202,13 +204,14 @@ def test_weights_that_cannot_be_read(run, command, mistake):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"model": 1}', LFS], ids=["empty", "half", "other", "pointer"])
-@pytest.mark.parametrize("command", ["diagnose", "calibrate", "train", "eval"])
+@pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors", "train", "eval"])
 def test_a_tokenizer_that_cannot_be_read(run, command, content):
     model = damaged_model("tokenizer.json", content)
     data = put("data.jsonl", WHOLE.encode() * 2)
     arguments = {
         "diagnose": ["--prompts", data],
         "calibrate": ["--prompts", data],
+        "anchors": ["--prompts", data],
         "train": ["--data", data, "--output", "new"],
         "eval": ["--completions", data, "--output", "new", "--in-process"],
     }[command]
@@ -218,7 +221,7 @@ def test_a_tokenizer_that_cannot_be_read(run, command, content):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "banana", "", "meta"])
-@pytest.mark.parametrize("command", ["diagnose", "calibrate", "train"])
+@pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors", "train"])
 def test_a_device_that_is_not_there(run, command, device):
     more = ["--data", put("data.jsonl", WHOLE.encode()), "--output", "new"] if command == "train" else []
     said = sentence_of(run(command, "--device", device, *more))
@@ -231,6 +234,8 @@ OUTPUTS = {
     "diagnose": (["diagnose", "--prompts", "data.jsonl"], "json"),
     "calibrate": (["calibrate", "--prompts", "long.jsonl", "--context", "64", "--context", "128"], "json"),
     "calibrate's preset": (["calibrate"], "output"),
+    "anchors": (["anchors", "--prompts", "long.jsonl", "--context", "128", "--budget", "64"], "json"),
+    "anchors' preset": (["anchors"], "output"),
     "eval": (["eval", "--completions", "data.jsonl", "--in-process", "--model", str(MODEL)], "output"),
     "eval's picture": (
         ["eval", "--completions", "data.jsonl", "--in-process", "--model", str(MODEL), "--output", "new"],
@@ -355,6 +360,10 @@ INTERRUPTED = {
     "diagnose": (["--prompts", "data.jsonl", "--json", "new"], "tools.diagnostics.forward.CapturingModel"),
     "calibrate": (
         ["--prompts", "long.jsonl", "--context", "64", "--context", "128", "--output", "new"],
+        "tools.diagnostics.forward.CapturingModel",
+    ),
+    "anchors": (
+        ["--prompts", "long.jsonl", "--context", "128", "--budget", "64", "--output", "new"],
         "tools.diagnostics.forward.CapturingModel",
     ),
     "tune": (["--model", str(MODEL), "--prompts", "data.jsonl", "--output", "."], "tools.cli.tune._run"),

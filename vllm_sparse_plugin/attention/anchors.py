@@ -9,30 +9,27 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config.anchors import nearest_anchors
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
 def anchors_of(selecting: Mapping[str, Attention], anchor_layers: int | tuple[int, ...]) -> dict[str, str]:
-    """Returns the anchor of each layer that reads the pages of another layer.
-
-    The anchor of a layer is the nearest one before it with as many KV heads. A layer without one chooses its own pages.
+    """Returns the anchor of each layer that reads the pages of another layer, see `nearest_anchors`.
 
     Args:
         selecting: the layers that select pages and share a metadata builder.
         anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers, in the order of the model.
     """
-    anchors, before = {}, {}
-    for place, name in enumerate(sorted(selecting, key=extract_layer_index)):
+
+    def chooses(place: int, name: str) -> bool:
         if isinstance(anchor_layers, int):
-            chooses = place % anchor_layers == 0
-        else:
-            chooses = extract_layer_index(name) in anchor_layers
-        heads = selecting[name].num_kv_heads
-        if chooses or heads not in before:
-            before[heads] = name
-        else:
-            anchors[name] = before[heads]
-    return anchors
+            return place % anchor_layers == 0
+        return extract_layer_index(name) in anchor_layers
+
+    ordered = sorted(selecting, key=extract_layer_index)
+    return nearest_anchors(
+        (name, selecting[name].num_kv_heads, chooses(place, name)) for place, name in enumerate(ordered)
+    )
 
 
 def heads_of_anchors(

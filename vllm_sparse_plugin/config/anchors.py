@@ -1,10 +1,31 @@
-"""Checks anchor layers against the layers of a model."""
+"""Which layers read the pages of an anchor layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig
+
+Layer = TypeVar("Layer")
+
+
+def nearest_anchors(layers: Iterable[tuple[Layer, int, bool]]) -> dict[Layer, Layer]:
+    """Returns the anchor of each layer that reads the pages of another layer.
+
+    The anchor of a layer is the nearest one before it with as many KV heads. A layer without one chooses its own pages.
+
+    Args:
+        layers: the layers that select pages, in the order of the model: a layer, its number of KV heads, and whether it
+            chooses pages.
+    """
+    anchors, before = dict[Layer, Layer](), dict[int, Layer]()
+    for layer, heads, chooses in layers:
+        if chooses or heads not in before:
+            before[heads] = layer
+        else:
+            anchors[layer] = before[heads]
+    return anchors
 
 
 def refuse_anchors(config: ResolvedConfig, num_layers: int) -> Iterator[tuple[str, object, str]]:

@@ -39,7 +39,7 @@ class Context(NamedTuple):
     complete page, possibly of more; None for statistics whose vectors are not keys."""
 
 
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     """The pages of their contexts that query tokens read."""
 
     page: torch.Tensor
@@ -50,7 +50,7 @@ class _Reading(NamedTuple):
     """`[num_queries, num_kv_heads, num_pages]` bool, complete pages that are read."""
 
     @classmethod
-    def of(cls, pages: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int) -> _Reading:
+    def of(cls, pages: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int) -> Reading:
         """Takes pages and contexts of `measure`, and at least the number of pages of the longest context."""
         page = torch.arange(num_pages, device=pages.device)
         complete_pages = (context_lens // page_size)[:, None, None]
@@ -99,7 +99,7 @@ def measure(
         selection: the pages that are always read; their weight is exact in the estimate. Required with summaries.
     """
     logits = masked_logits(query, context.keys, context_lens, softmax)
-    reading = _Reading.of(pages, context_lens, page_size, -(-logits.shape[-1] // page_size))
+    reading = Reading.of(pages, context_lens, page_size, -(-logits.shape[-1] // page_size))
     attention = attend(logits, context.values, reading.read, page_size, softmax)
     if context.summaries is None or selection is None:
         return _compare(attention, reading)
@@ -125,7 +125,7 @@ def measure_cached(
     """
     pages_per_block = cache.keys.pages_per_block
     num_pages = -(-longest // (pages_per_block * cache.page_size)) * pages_per_block
-    reading = _Reading.of(pages, token.context_lens, cache.page_size, num_pages)
+    reading = Reading.of(pages, token.context_lens, cache.page_size, num_pages)
     attention = attend_row(token, cache, reading.read, softmax)
     estimates = row_page_logits(token, cache, num_pages, softmax)
     return _compare(attention, reading, None if estimates is None else estimates[None], selection)
@@ -133,7 +133,7 @@ def measure_cached(
 
 def _compare(
     attention: RowAttention,
-    reading: _Reading,
+    reading: Reading,
     estimates: torch.Tensor | None = None,
     selection: PageSelection | None = None,
 ) -> Quality:
@@ -164,7 +164,7 @@ def _compare(
 
 
 def _estimated_mass(
-    page_sums: torch.Tensor, estimates: torch.Tensor, reading: _Reading, selection: PageSelection
+    page_sums: torch.Tensor, estimates: torch.Tensor, reading: Reading, selection: PageSelection
 ) -> torch.Tensor:
     """Returns the estimated share of attention weight on the pages read.
 

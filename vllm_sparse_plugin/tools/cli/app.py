@@ -66,6 +66,11 @@ COMMANDS: dict[str, Command] = {
         "calibrate",
         "Fit SinkRouter's thresholds for one model, and report whether to use them.",
     ),
+    "anchors": Command(
+        "anchors",
+        "anchors",
+        "Find the layers of one model whose pages the layers behind them can read.",
+    ),
     "train": Command("train", "train", "Fine-tune a model on the pages that serving selects."),
 }
 """Commands by name."""

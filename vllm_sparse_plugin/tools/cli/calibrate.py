@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 import yaml
@@ -25,30 +25,26 @@ from vllm_sparse_plugin.tools.arguments import (
     find_model,
     model_limits,
     open_tokenizer,
-    read_prompts,
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.diagnostics.texts import (
+    DEFAULT_TASKS,
+    SAMPLES,
+    Documents,
+    build_documents,
+    count_continuations,
+    read_texts,
+)
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.models import name_of
-from vllm_sparse_plugin.tools.needles import (
-    ALL_TASKS,
-    MIN_CONTEXT_TOKENS,
-    QUESTIONS_PER_DOCUMENT,
-    build_questions,
-    check_questions,
-)
+from vllm_sparse_plugin.tools.needles import ALL_TASKS, MIN_CONTEXT_TOKENS, check_questions
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
 
 if TYPE_CHECKING:
-    from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome, Text
+    from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome
 
-DEFAULT_TASKS = ("multikey", "kv")
 LENGTHS = 4
 """Default number of contexts to fit thresholds for: a cubic has four coefficients."""
-SAMPLES = 50
-"""Default minimum number of continuations to fit thresholds to."""
-_TEXT_QUERIES = 64
-
 
 Prompts = Annotated[
     Path | None,
@@ -80,20 +76,6 @@ Report = Annotated[
     Path | None,
     typer.Option("--json", help="JSON lines to write: the run, then its results.", metavar="PATH"),
 ]
-
-
-class _Documents(NamedTuple):
-    """Texts that fit thresholds, and texts that judge them."""
-
-    fitting: list[Text]
-    judging: list[Text]
-    data: str
-    """Description for the report."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Total tokens of all contexts."""
-        return sum(text.length for text in (*self.fitting, *self.judging))
 
 
 def calibrate(
@@ -133,7 +115,7 @@ def calibrate(
     tasks = task or list(DEFAULT_TASKS)
     if prompts is None:
         check_questions(tasks, lengths, samples)
-    texts = _read_texts(prompts)
+    texts = read_texts(prompts)
     preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
     check_output(preset, "output")
     # Imported here: bad input must not wait for it.
@@ -145,7 +127,7 @@ def calibrate(
     tokenizer = open_tokenizer(folder)
     console = open_console()
     with console.status("Writing the documents"):
-        documents = _documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
+        documents = build_documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
     with open_report(json_path, folder, "json") as report:
         with Progress(console=console, transient=True) as progress:
             captured = CapturingModel(folder, torch_device)
@@ -160,48 +142,16 @@ def calibrate(
         console.print(f"Wrote {preset}.", markup=False, highlight=False, soft_wrap=True)
 
 
-def _read_texts(prompts: Path | None) -> list[str] | None:
-    """Return the texts of a file, None without a file."""
-    if prompts is None:
-        return None
-    texts = [entry["prompt"] + entry["completion"] for entry in read_prompts(prompts)]
-    if len(texts) < 2:
-        raise ConfigurationError(f"prompts: got one in {str(prompts)!r}, allowed: two or more")
-    return texts
-
-
-def _documents(
-    tokenizer: Any,
-    given: list[str] | None,
-    prompts: Path | None,
-    tasks: list[str],
-    lengths: list[int],
-    samples: int,
-    seed: int,
-) -> _Documents:
-    """Return the texts to fit to and to judge by: those of a file, or needle documents."""
-    contexts = f"contexts of {', '.join(map(str, lengths))} tokens"
-    if given is None or prompts is None:
-        fitting, judging = (list(_needles(tokenizer, tasks, lengths, samples, 2 * seed + part)) for part in (0, 1))
-        parts = f"{_count(fitting)} questions to fit to, {_count(judging)} to judge by"
-        kind = f"needle documents ({', '.join(tasks)}), {parts}, seed {seed}"
-        return _Documents(fitting, judging, f"{kind}, {contexts}")
-    texts = [tokenizer.encode(text) for text in given]
-    fitting, judging = (list(_cut(texts[part::2], lengths)) for part in (0, 1))
-    kind = f"{prompts.name}, {_count(fitting)} texts to fit to, {_count(judging)} to judge by"
-    return _Documents(fitting, judging, f"{kind}, {contexts}")
-
-
 def _origin(folder: Path, data: str) -> dict[str, str | None]:
     """Return the fields of `Routing` that record the origin of the thresholds."""
     date = datetime.now(UTC).date().isoformat()
     return {"fingerprint": fingerprint_of(folder), "model": name_of(folder), "data": data, "date": date}
 
 
-def _print(outcome: Outcome, documents: _Documents, console: Console) -> None:
+def _print(outcome: Outcome, documents: Documents, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
-    fitted, lengths = _count(documents.fitting), len(outcome.thresholds)
+    fitted, lengths = count_continuations(documents.fitting), len(outcome.thresholds)
     few = fitted < SAMPLES or lengths < LENGTHS
     more = f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it" if few else ""
     console.print(f"Fitted to {fitted} samples of {lengths} lengths{more}.", highlight=False, soft_wrap=True)
@@ -223,50 +173,6 @@ def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
             f"lengths from {least} to the model's {limit}"
         )
     return lengths
-
-
-def _count(texts: Sequence[Text]) -> int:
-    """Return the number of continuations."""
-    return sum(len(text.rest) for text in texts)
-
-
-def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, seed: int) -> Iterator[Text]:
-    """Yield needle documents with their questions: the same number per length and task, `samples` questions or more."""
-    from vllm_sparse_plugin.tools.diagnostics.calibration import Text
-    from vllm_sparse_plugin.tools.eval.items import Prompter
-
-    prompter = Prompter(tokenizer)
-    for length in lengths:
-        for task in tasks:
-            by_document = 1 if task == "single" else QUESTIONS_PER_DOCUMENT
-            count = by_document * math.ceil(samples / (len(lengths) * len(tasks) * by_document))
-            texts: dict[tuple[int, ...], Text] = {}
-            for question in build_questions(tokenizer, task, length, count, seed):
-                # If a token spans the end of the document, the questions do not share the document.
-                document, question_tokens = prompter.split(*question.parts)
-                answer = prompter.encode_plain(f" {question.answer}")
-                text = texts.setdefault(tuple(document), Text(task, length, document, [], []))
-                text.rest.append(question_tokens + answer)
-                text.asked.append(len(answer))
-            yield from texts.values()
-
-
-def _cut(texts: list[list[int]], lengths: Sequence[int]) -> Iterator[Text]:
-    """Yield the beginnings of texts. The queries of their last tokens are measured.
-
-    Raises:
-        ConfigurationError: a text is shorter than the longest context.
-    """
-    from vllm_sparse_plugin.tools.diagnostics.calibration import Text
-
-    for length in lengths:
-        for tokens in texts:
-            if len(tokens) < length:
-                raise ConfigurationError(
-                    f"prompts: got a text of {len(tokens)} tokens, allowed: the longest context's {lengths[-1]} or more"
-                )
-            rest = min(_TEXT_QUERIES, length // 2)
-            yield Text("text", length, tokens[: length - rest], [tokens[length - rest : length]], [rest - 1])
 
 
 def _preset(outcome: Outcome) -> str:

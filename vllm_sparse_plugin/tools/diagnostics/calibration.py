@@ -16,23 +16,10 @@ from sparse_kernels.group_routing import GroupScore, group_scores
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
+from vllm_sparse_plugin.tools.diagnostics.texts import Text
 
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
 """Further skip ratios at which precision, recall and answers are reported."""
-
-
-class Text(NamedTuple):
-    """A document and its continuations."""
-
-    task: str
-    length: int
-    """Requested tokens of the context."""
-    document: list[int]
-    """Ids of the beginning, which is prefilled densely."""
-    rest: list[list[int]]
-    """Ids of each continuation. Each is decoded after the same beginning."""
-    asked: list[int]
-    """For each continuation, the number of newest tokens to predict."""
 
 
 @dataclass(frozen=True)

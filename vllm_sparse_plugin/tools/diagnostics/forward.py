@@ -18,7 +18,7 @@ from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
+from vllm_sparse_plugin.metrics.quality import Context, Quality, Reading, measure
 from vllm_sparse_plugin.tools.models import explain_load, load_causal_lm, name_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,17 @@ class LayerInputs:
             hidden = hidden | (token < context - window)
         return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
+    def page_weights(self, page_size: int) -> torch.Tensor:
+        """Return the attention weight on each page, mean over the group: `[num_queries, num_kv_heads, num_pages]`.
+
+        Args:
+            page_size: tokens of a page. The last page may be incomplete.
+        """
+        weights = self.weights().mean(dim=2)
+        padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % page_size))
+        of_pages: torch.Tensor = padded.unflatten(-1, (-1, page_size)).sum(dim=-1)
+        return of_pages
+
     @property
     def context_lens(self) -> torch.Tensor:
         """Number of tokens that each query attends to, itself included: `[num_queries]` int64."""
@@ -70,7 +81,7 @@ class Decoded(NamedTuple):
     """Result of decoding given tokens."""
 
     layers: list[LayerInputs | None]
-    """Attention inputs of every layer; None for a sliding-window layer."""
+    """Attention inputs of every layer; None for a sliding-window layer, or one without attention."""
     predictions: list[int]
     """The likeliest token after each token."""
 
@@ -111,7 +122,7 @@ class CapturingModel:
             queries: number of newest tokens whose queries are kept.
 
         Returns:
-            The layers in order; None for a sliding-window layer.
+            The layers in order; None for a sliding-window layer, or one without attention.
         """
         self._forward(tokens, queries, None, use_cache=False, logits_to_keep=1)
         return list(self._layers)
@@ -155,6 +166,8 @@ class CapturingModel:
         newest = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
         window = kwargs.get("sliding_window")
         inputs = LayerInputs(newest, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        # Layers of another kind do not call this.
+        self._layers += [None] * (module.layer_idx - len(self._layers))
         self._layers.append(None if window else inputs)
         if query.shape[2] == key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -195,15 +208,27 @@ class PagedLayer:
             selection: a selection with another budget; its statistics must be the same.
         """
         layer, selection = self.layer, selection or self.selection
-        num_pages = layer.context_lens // selection.page_size
-        pages = selection.select(layer.query, self.statistics, self.block_table, num_pages)
+        pages = self._pages(selection)
         context = Context([layer.keys], [layer.values], self.summaries)
         quality = measure(
             layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
             selection.page_selection(),
         )  # fmt: skip
         # Without a complete page the oracle selects none, so no page is missing.
-        return quality._replace(recall=quality.recall.masked_fill(num_pages[:, None] == 0, 1.0))
+        return quality._replace(
+            recall=quality.recall.masked_fill(layer.context_lens[:, None] < selection.page_size, 1.0)
+        )
+
+    def read(self) -> torch.Tensor:
+        """Return the pages that each query reads, with the incomplete page: `[num_queries, num_kv_heads, num_pages]`
+        bool."""
+        page_size = self.selection.page_size
+        num_pages = -(-self.layer.keys.shape[1] // page_size)
+        return Reading.of(self._pages(self.selection), self.layer.context_lens, page_size, num_pages).read
+
+    def _pages(self, selection: Selection) -> torch.Tensor:
+        num_pages = self.layer.context_lens // selection.page_size
+        return selection.select(self.layer.query, self.statistics, self.block_table, num_pages)
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
