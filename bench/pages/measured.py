@@ -31,9 +31,9 @@ class Found(NamedTuple):
 
 
 def changed_tokens() -> Found:
-    """Next tokens that change beyond noise, with 1,024 and with 512 tokens."""
-    cells = (real.changed(f"unique-{budget}").value for budget in (1024, 512))
-    return Found(f"S: {' / '.join(f'{cell:.1%}' for cell in cells)} of next tokens change", [real.SERVED])
+    """Next tokens that change beyond noise, with 2,048 and with 1,024 tokens."""
+    cells = (real.changed(f"unique-{budget}").value for budget in (2048, 1024))
+    return Found(f"S: {' / '.join(f'{cell:.1%}' for cell in cells)} of next tokens change", [real.SERVED_UNIQUE])
 
 
 def ruler() -> Found:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
+from bench.pages.serving import read_steps
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
 _REAL = RESULTS / "h200" / "real"
-DECODE, PREFILL, ROUTING, SERVED, RULER = (
-    _REAL / f"{name}.jsonl" for name in ("decode", "prefill", "routing", "served", "ruler")
-)
+DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
+SERVED, SERVED_UNIQUE, SERVED_EVERY = (_REAL / f"{name}.jsonl" for name in ("served", "served_unique", "served_every"))
+"""Served text, each file with dense attention in other batches."""
+ANCHORS = _REAL / "anchors_8k.jsonl"
+ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
 _NOISE, _DENSE = "noise", "dense"
 """Arms: dense attention in float32, and dense attention."""
@@ -21,10 +24,10 @@ _DECODED = 128
 _PAGE_TOKENS = 8
 _PROSE, _TEXT_TOKENS = "prose", 7680
 STATISTICS = {
+    "quarters4_wider": "`quarters`",
     "keys2_best": "all keys of a page in 2 bits",
-    "quarters4": "quarters in 4 bits, half the step",
+    "quarters4": "quarters, half the step",
     "mean8_deviation": "`int8`",
-    "quest8": "bounds of `quest`, 8 bits",
     "oracle": "true attention weight (a bound)",
 }
 FORMS = {
@@ -61,13 +64,23 @@ _KEPT = 0.25
 """Share of a prompt that is kept."""
 SETTINGS = {
     "unique-1024": "`unique`",
-    "unique-512": "`unique`, 512 tokens",
+    "unique-2048": "`unique_wide`",
     "zipvl": "`zipvl`",
     "zipvl_paper": "`zipvl_paper`",
     "snapkv-1024": "`snapkv`",
     "snapkv_paper-1024": "`snapkv_paper`",
 }
 _AGAIN = "dense-again"
+PLANS = {
+    "unique-1024": ("1,024", "every layer", "main"),
+    "unique-1024-every2": ("1,024", "every 2nd", "equal_every2_1024"),
+    "unique-2048": ("2,048", "every layer", None),
+    "unique-2048-every2": ("2,048", "every 2nd", "equal_every2"),
+    "unique-2048-placed15": ("2,048", "15 of 30, placed, heads paired", None),
+    "unique-2048-every3": ("2,048", "every 3rd", "equal_every3"),
+    "unique-2048-placed10": ("2,048", "10 of 30, placed, heads paired", "every3_heads"),
+}
+"""Served settings: budget, anchors, and the file with the times of as many anchors."""
 
 
 def decode() -> Block:
@@ -151,21 +164,41 @@ def kept_by_share(arm: str) -> dict[float, Estimate]:
 
 
 def served() -> Block:
-    """What vLLM decodes of essays, beside dense attention in other batches."""
-    rows = _rows(SERVED)
-    again = _agreements(rows, _AGAIN)
-    lines = [["dense attention in other batches", f"{_mean(again.values()):.1%}", "", ""]]
-    for setting, name in SETTINGS.items():
-        found = _agreements(rows, setting)
-        nats = _mean(row["nll"] for row in rows if row["setting"] == setting)
-        lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
+    """What vLLM decodes of essays, beside dense attention in other batches of the same run."""
+    lines = []
+    for path, head in ((SERVED_UNIQUE, " (run of `unique`)"), (SERVED, " (run of the others)")):
+        rows = _rows(path)
+        again = _agreements(rows, _AGAIN)
+        lines.append([f"dense attention in other batches{head}", f"{_mean(again.values()):.1%}", "", ""])
+        for setting, name in SETTINGS.items():
+            found = _agreements(rows, setting)
+            if found:
+                nats = _mean(row["nll"] for row in rows if row["setting"] == setting)
+                lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
     headings = ["setting", "same next token as dense", "changed beyond dense in other batches", "more nats per token"]
-    return Block(table(headings, lines), [SERVED])
+    return Block(table(headings, lines), [SERVED_UNIQUE, SERVED])
+
+
+def anchors() -> Block:
+    """Anchor layers: changed next tokens that vLLM decodes, and time per token."""
+    lines, sources = [], [SERVED_UNIQUE, SERVED_EVERY]
+    for setting, (budget, layers, name) in PLANS.items():
+        rows = next(rows for rows in map(_rows, sources[:2]) if any(row["setting"] == setting for row in rows))
+        cells = ["", ""]
+        if name is not None:
+            path = ANCHOR_TIMES / f"{name}.jsonl"
+            steps = read_steps(path, "unique")
+            found = (steps.get(step) for step in ((32_768, 24), (131_072, 6)))
+            cells = ["" if step is None else f"{step['ms_per_token']:.2f}" for step in found]
+            sources.append(path)
+        lines.append([budget, layers, _excess(_agreements(rows, _AGAIN), _agreements(rows, setting)), *cells])
+    headings = ["tokens", "layers that choose", "changed beyond dense", "ms, 24 x 32K", "ms, 6 x 128K"]
+    return Block(table(headings, lines), sources)
 
 
 def in_short() -> Block:
     """The loss of the default on a pretrained model, in a paragraph."""
-    asked, decoded = _rows(RULER), _rows(SERVED)
+    asked, decoded = _rows(RULER), _rows(SERVED_UNIQUE)
     scores = []
     for context in sorted({row["context_tokens"] for row in asked}):
         found = [ruler_score(asked, setting, context) for setting in ("unique", _DENSE)]
@@ -176,7 +209,7 @@ def in_short() -> Block:
         f"SmolLM2-135M-Instruct on essays of 7,600 tokens: `unique` changes {more} of the next tokens beyond those "
         f"that dense attention changes in other batches. Its RULER score, questions decoded, is {' and '.join(scores)}."
     )
-    return Block(wrap(text, ""), [SERVED, RULER])
+    return Block(wrap(text, ""), [SERVED_UNIQUE, RULER])
 
 
 def ruler() -> Block:
@@ -209,8 +242,8 @@ def ruler_score(rows: Sequence[Row], setting: str, context: int, task: str | Non
 
 
 def changed(setting: str) -> Estimate:
-    """The share of next tokens that a served setting changes beyond dense attention in other batches."""
-    rows = _rows(SERVED)
+    """The share of next tokens that `unique` changes beyond dense attention in other batches, by its setting."""
+    rows = _rows(SERVED_UNIQUE)
     return _estimate_excess(_agreements(rows, _AGAIN), _agreements(rows, setting))
 
 

@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-routing": real.routing,
     "real-served": real.served,
     "real-ruler": real.ruler,
+    "real-anchors": real.anchors,
     "real-sinks": sinks.layers,
     "real-windows": sinks.windows,
     "reproduction-unique": reproduction.unique,

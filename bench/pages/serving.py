@@ -33,9 +33,13 @@ Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
 
 
-def read_steps(path: Path) -> Steps:
-    """The measured decode steps of a result file, by context and batch."""
-    return {(row["context_tokens"], row["batch"]): row for row in read_run(path).rows if row.get("ms_per_token")}
+def read_steps(path: Path, variant: str | None = None) -> Steps:
+    """The measured decode steps of a result file, or of one variant in it, by context and batch."""
+    return {
+        (row["context_tokens"], row["batch"]): row
+        for row in read_run(path).rows
+        if row.get("ms_per_token") and variant in (None, row["variant"])
+    }
 
 
 def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
@@ -71,9 +75,19 @@ def meter() -> Block:
 
 
 def decode_gpu() -> Block:
-    """Time per token on a GPU by context and batch. Both sides were measured on one host within minutes."""
-    folder = H200 / "decode-newer-vllm"
-    return _pair(folder / "flash_attn.jsonl", folder / "unique.jsonl")
+    """Time per token on a GPU by context and batch. All were measured on one host within minutes."""
+    paths = [H200 / "decode-anchors" / f"{name}.jsonl" for name in ("main", "every3_heads")]
+    dense, steps = (read_steps(paths[0], variant) for variant in ("flash_attn", "unique"))
+    placed = read_steps(paths[1])
+    rows = []
+    for (context, batch), row in dense.items():
+        before, cells = row["ms_per_token"], []
+        for step in (steps.get((context, batch)), placed[context, batch]):
+            time = None if step is None else step["ms_per_token"]
+            cells += ["not measured", ""] if time is None else [f"{time:.2f}", f"{before / time:.2f}x"]
+        rows.append([f"{context:,}", str(batch), f"{before:.2f}", *cells])
+    anchors = "with 2,048 tokens, a third of the layers choosing"
+    return Block(table(["context", "requests", "FlashAttention 3", "`unique`", "", anchors, ""], rows), paths)
 
 
 def decode_steps() -> Block:

@@ -181,7 +181,7 @@ def test_an_engine_serves_every_kind_and_survives_a_bad_one():
 
         def answers(arguments: list[dict | None]) -> list[list[int]]:
             # All batches have one size, because the layers around attention may round differently in other sizes.
-            return engine.answer([prompt] * len(mix), 12, True, arguments)
+            return engine.answer([prompt] * len(mix), 40, True, arguments)
 
         answers(mix)  # Fills the prefix cache.
         alone = [answers([kind] * len(mix))[0] for kind in kinds]
