@@ -38,7 +38,7 @@ def read_steps(path: Path, variant: str | None = None) -> Steps:
     return {
         (row["context_tokens"], row["batch"]): row
         for row in read_run(path).rows
-        if row.get("ms_per_token") and variant in (None, row["variant"])
+        if row.get("ms_per_token") and variant in (None, row.get("variant"))
     }
 
 
