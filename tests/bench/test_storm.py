@@ -130,6 +130,14 @@ def test_the_end_of_a_storm_ends_requests_that_wait():
     assert row["failed"] == {}
 
 
+def test_a_server_that_takes_too_long_is_late(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr("bench.robustness.storm.load._SECONDS", 0.01)
+    with server(lambda handler: over.wait()) as port:
+        assert Hostile(port, requests(), 1, 1).send(Request("dense", "/", b"{}")) == "late"
+        over.set()
+
+
 def test_a_failed_hostile_request_is_shown():
     def answer(handler):
         end(handler, 500)
@@ -229,7 +237,9 @@ def test_the_checks_of_the_phases():
     ]
     assert faults(ms_per_token=[]) == ["storm: no well-behaved request was answered"]
     assert faults(failures=["it failed"] * 9) == ["storm: it failed"]
-    assert faults(failed={"fields: {}": "500"}) == ["storm: a hostile request got 500: fields: {}"]
+    assert faults(failed={"arguments: {}": "500"}) == ["storm: a hostile request got 500: arguments: {}"]
+    assert faults(failed={"schemas: {}": "500"}) == []
+    assert faults(failed={"schemas: {}": NO_ANSWER}) == ["storm: a hostile request got no answer: schemas: {}"]
 
 
 def test_columns_of_a_phase():

@@ -11,6 +11,8 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KINDS = ("arguments", "fields", "bodies", "hang-ups", "dense", "schemas", "copies", "too long")
+OWN_KINDS = ("arguments", "dense")
+"""Kinds whose refusals are this plugin's."""
 _ANSWER_TOKENS = 32
 _COPIES = (16, 64, 16_385, 10**9, 1 << 63)
 """Values of `n`. vLLM accepts up to 16,384."""

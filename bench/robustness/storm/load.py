@@ -86,7 +86,7 @@ class Hostile:
         self.statuses: Counter[tuple[str, str]] = Counter()
         """Requests by kind and status."""
         self.failed: dict[str, str] = {}
-        """Requests that got no answer or a server's error: the begin of the body, and the status."""
+        """Requests that got no answer or a server's error: their kind, the begin of the body, and the status."""
 
     def ask(self) -> list[threading.Thread]:
         """Starts the clients."""
@@ -115,6 +115,8 @@ class Hostile:
                             break
                         lines += 1
                     return str(reply.status)
+            except TimeoutError:
+                return "late"
             except (HTTPException, OSError):
                 return "hung up" if self._end.is_set() else NO_ANSWER
             finally:
