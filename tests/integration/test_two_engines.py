@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.engines import Engine, run_engine, save_shallow
+from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_plugin.tools.needles import library_text
 
@@ -29,7 +30,7 @@ PAIRS = {
     ),
     "drafts and sparse prefill": (
         Case("lossless", {"selection": {"budget_tokens": 64}, "min_context_tokens": 256}),
-        Case("zipvl", {"prefill": {"tau": 0.3, "min_context_tokens": 256}}),
+        Case("zipvl_paper", {"prefill": {"tau": 0.3, "min_context_tokens": 256}}),
     ),
 }
 
@@ -55,6 +56,8 @@ def test_engines_of_one_process_answer_as_they_do_alone(tmp_path: Path, pair: st
             assert answers_of(beside, second) == second_alone
         if first.arguments is not None:
             # Each engine checks the requests that it gets.
-            with pytest.raises(ValueError, match="sparse_budget_tokens: got 256 with policy dense, allowed: none"):
+            with pytest.raises(
+                VLLMValidationError, match="sparse_budget_tokens: got 256 with policy dense, allowed: none"
+            ):
                 answers_of(beside, second._replace(arguments=first.arguments))
             assert answers_of(beside, second) == second_alone
