@@ -31,6 +31,7 @@ INPUTS: dict[str, tuple[list[str], str]] = {
     ),
     "eval show": (["eval", "show"], ""),
     "eval compare": (["eval", "compare", "good.jsonl"], ""),
+    "eval compare --again": (["eval", "compare", "good.jsonl", "good.jsonl"], "again"),
 }
 """Commands that read a file, and the option that names it; empty for an argument."""
 BAD_MODELS: dict[str, bytes | None] = {
@@ -69,7 +70,34 @@ def test_a_file_that_cannot_be_used(run, case, mistake):
     before = sorted(path.name for path in Path().iterdir())
     named = [f"--{option}", str(bad)] if option else [str(bad)]
     said = sentence_of(run(*command, *named))
-    assert said.startswith(f"{option or 'results'}: got "), said
+    field = "results" if option in ("", "again") else option
+    assert said.startswith(f"{field}: got "), said
+    assert ", allowed: " in said
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+CONFIGURED = {
+    "show-config": ["show-config"],
+    "plan": ["plan"],
+    "needles": ["needles"],
+    "diagnose": ["diagnose", "--prompts", "good.jsonl"],
+    "train": ["train", "--data", "good.jsonl", "--output", "new"],
+    "eval": ["eval", "--in-process", "--model", str(MODEL), "--output", "new", "--attention-backend", "unique"],
+}
+"""Commands that read the YAML file that `config` names."""
+
+
+@pytest.mark.parametrize("mistake", [*(name for name in CONTENTS if name != "empty"), "a folder", "endless"])
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_settings_that_cannot_be_used(run, command, mistake):
+    put("good.jsonl", WHOLE.encode() * 2)
+    bad = Path("/dev/zero") if mistake == "endless" else put("bad", CONTENTS.get(mistake))
+    if mistake == "a folder":
+        bad.mkdir()
+    before = sorted(path.name for path in Path().iterdir())
+    settings = json.dumps({"sparse_attention": {"config": str(bad)}})
+    said = sentence_of(run(*CONFIGURED[command], "--additional-config", settings))
+    assert said.startswith("sparse_attention") or f"{bad}: got " in said
     assert ", allowed: " in said
     assert sorted(path.name for path in Path().iterdir()) == before
 

@@ -81,19 +81,42 @@ def test_a_report_replaces_the_last_one_with_its_first_row_alone(tmp_path):
     assert (first["model"], row) == ("needle-8m", {"row": 1})
 
 
-@pytest.mark.parametrize("command", [["show-config"], ["plan"]], ids=" ".join)
-@pytest.mark.parametrize("place", ["/dev/full", "closed pipe"])
-def test_stdout_that_cannot_be_written(monkeypatch, command, place):
+PRINTS = {
+    "--help": [],
+    "--version": [],
+    "show-config": [],
+    "plan": [],
+    "eval show": ["results.jsonl"],
+    "eval compare": ["results.jsonl", "results.jsonl"],
+    "diagnose": ["--prompts", "data.jsonl", "--context", "512", "--json", "report.jsonl"],
+}
+"""Arguments of commands that print."""
+ANSWER = {
+    "id": "kv/4096/0", "task": "kv", "context_tokens": 4096, "prompt_tokens": 1, "forced_tokens": 0, "digest": "0",
+    "answers": ["a"], "completion": "a", "metric": "exact_first_line", "score": 1, "seconds": 1,
+}  # fmt: skip
+
+
+def run_installed(monkeypatch, folder: Path, command: str, **streams: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
     monkeypatch.undo()
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "80")
+    put("results.jsonl", RESULTS + json.dumps(ANSWER).encode() + b"\n")
+    put("data.jsonl", (json.dumps({"prompt": "x = 1\n" * 200}) + "\n").encode())
+    python = [sys.executable, "-m", "vllm_sparse_plugin"]
+    return subprocess.run([*python, *command.split(), *PRINTS.get(command, [])], text=True, **streams)
+
+
+@pytest.mark.parametrize("command", PRINTS)
+@pytest.mark.parametrize("place", ["/dev/full", "closed pipe"])
+def test_stdout_that_cannot_be_written(monkeypatch, tmp_path, command, place):
     if place == "/dev/full":
         stdout = os.open(place, os.O_WRONLY)
     else:
         reader, stdout = os.pipe()
         os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_sparse_plugin", *command], stdout=stdout, stderr=subprocess.PIPE, text=True
-    )
+    done = run_installed(monkeypatch, tmp_path, command, stdout=stdout, stderr=subprocess.PIPE)
     os.close(stdout)
     said = sentence_of((done.returncode, done.stderr), 2 if place == "/dev/full" else 141)
     reason = "'No space left on device', allowed: a place that can be written"
@@ -101,6 +124,23 @@ def test_stdout_that_cannot_be_written(monkeypatch, command, place):
         said
         == f"stdout: got {reason if place == '/dev/full' else 'a closed pipe, allowed: a reader that takes all of it'}"
     )
+    if command == "diagnose":
+        # The report is whole: rows are written before the table is printed.
+        assert len((tmp_path / "report.jsonl").read_text().splitlines()) > 1
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "closed pipe", "closed"])
+def test_a_sentence_that_cannot_be_printed_keeps_its_exit_code(monkeypatch, tmp_path, place):
+    if place == "closed":
+        close = {"preexec_fn": lambda: os.close(2)}
+    elif place == "/dev/full":
+        close = {"stderr": os.open(place, os.O_WRONLY)}
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        close = {"stderr": writer}
+    done = run_installed(monkeypatch, tmp_path, "show-config --attention-backend nope", stdout=subprocess.PIPE, **close)
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_a_folder_without_a_place_for_logs(monkeypatch):
