@@ -178,6 +178,8 @@ def _complain(sentence: str) -> None:
     try:
         if sys.stderr is not None:
             print(sentence, file=sys.stderr, flush=True)
+    except RuntimeError:
+        pass  # a signal came while stderr was written
     except (OSError, ValueError):
         _drop(sys.stderr)
 
@@ -225,11 +227,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     _signals.append(now)
     if len(_signals) > 1 and now - _signals[-2] < _REPEAT_SECONDS:
         return
-    with suppress(RuntimeError, OSError, ValueError):  # stderr may be in use, closed or gone
-        print(
-            f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run",
-            file=sys.stderr,
-        )
+    _complain(f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run")
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

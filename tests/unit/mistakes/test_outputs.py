@@ -130,17 +130,27 @@ def test_stdout_that_cannot_be_written(monkeypatch, tmp_path, command, place):
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "closed pipe", "closed"])
-def test_a_sentence_that_cannot_be_printed_keeps_its_exit_code(monkeypatch, tmp_path, place):
+@pytest.mark.parametrize("mistake", ["bad input", "Ctrl-C"])
+def test_a_sentence_that_cannot_be_printed_keeps_its_exit_code(monkeypatch, tmp_path, place, mistake):
     if place == "closed":
-        close = {"preexec_fn": lambda: os.close(2)}
+        stderr = {"preexec_fn": lambda: os.close(2)}
     elif place == "/dev/full":
-        close = {"stderr": os.open(place, os.O_WRONLY)}
+        stderr = {"stderr": os.open(place, os.O_WRONLY)}
     else:
         reader, writer = os.pipe()
         os.close(reader)
-        close = {"stderr": writer}
-    done = run_installed(monkeypatch, tmp_path, "show-config --attention-backend nope", stdout=subprocess.PIPE, **close)
-    assert (done.returncode, done.stdout) == (2, "")
+        stderr = {"stderr": writer}
+    monkeypatch.undo()
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "from vllm_sparse_plugin.tools import endings\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "endings.run(lambda: signal.raise_signal(signal.SIGINT))\n"
+    )
+    bad = ["vllm_sparse_plugin", "show-config", "--attention-backend", "nope"]
+    command = [sys.executable, "-m", *(bad if mistake == "bad input" else ["interrupted"])]
+    done = subprocess.run(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, **stderr)
+    assert (done.returncode, done.stdout) == (2 if mistake == "bad input" else 130, "")
 
 
 def test_a_folder_without_a_place_for_logs(monkeypatch):
