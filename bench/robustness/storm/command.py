@@ -52,7 +52,6 @@ from vllm_sparse_plugin.tools.server import LaunchedServer, ServerError, launch_
 
 _HOSTILE = 1 / 3
 """Share of the clients."""
-_LONG_PROMPTS = 4
 _LONG_ANSWER = 64
 """Room for the answer to a prompt of the longest context."""
 _STEP = 1 << 16
@@ -74,6 +73,7 @@ def storm(
     context: Annotated[str, typer.Option(help="Tokens of a well-behaved prompt, such as 4K.")] = "4K",
     longest: Annotated[str | None, typer.Option(help="Longest context. Default: the model's.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Different well-behaved prompts.")] = 16,
+    long_prompts: Annotated[int, typer.Option(min=1, help="Different hostile prompts of the longest context.")] = 2,
     answer_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a well-behaved answer.")] = 64,
     additional_config: AdditionalConfig = None,
     server_argument: ServerArgument = None,
@@ -89,8 +89,8 @@ def storm(
         tokens = parse_length("context", context, length - answer_tokens)
         tokenizer = load_tokenizer(opened.folder)
         texts = [question.prompt for question in build_questions(tokenizer, "kv", tokens, prompts, seed=1)]
-        long_prompts = [
-            library_tokens(tokenizer, number * _STEP, length - _LONG_ANSWER) for number in range(_LONG_PROMPTS)
+        longest_prompts = [
+            library_tokens(tokenizer, number * _STEP, length - _LONG_ANSWER) for number in range(long_prompts)
         ]
         settings = server_settings(
             opened, variant, length, with_preset(additional_config, preset), server_argument, start_seconds
@@ -110,7 +110,7 @@ def storm(
                 asker = Asker(server.client, opened.folder.name, answer_tokens)
                 hostile = Hostile(
                     server.client.base_url.port or 80,
-                    HostileRequests(opened.folder.name, texts, long_prompts, length),
+                    HostileRequests(opened.folder.name, texts, longest_prompts, length),
                     int(clients * _HOSTILE),
                     pause,
                 )
