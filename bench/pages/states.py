@@ -69,7 +69,7 @@ def storm() -> Block:
             ])  # fmt: skip
             sources.append(path)
     names = [
-        "server", "backend", "clients", "hostile", "minutes", "hostile requests", "changed without them",
-        "changed with them", "time per token, ratio", "preemptions", "lost blocks", "faults",
+        "server", "backend", "well-behaved clients", "hostile clients", "minutes", "hostile requests",
+        "changed without them", "changed with them", "time per token, ratio", "preemptions", "lost blocks", "faults",
     ]  # fmt: skip
     return Block(table(names, lines), sources)
