@@ -310,6 +310,7 @@ def test_sigterm_must_end_every_process_of_a_server(monkeypatch):
             ["--context", "8K", "--longest", "8K"],
             "context: got '8K', allowed: a positive integer up to 8128, such as 4K",
         ),
+        (["--preset", "art", "--backend", "dense"], "preset: got 'art' with dense, allowed: none, or a backend of the"),
         (["--preset", "x", "--additional-config", "["], "additional_config: got text that is not JSON"),
     ],
 )

@@ -60,7 +60,9 @@ _STEP = 1 << 16
 
 def storm(
     output: Output,
-    backend: Annotated[str, typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE.")] = "unique",
+    backend: Annotated[
+        str, typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE; dense is vLLM's own attention.")
+    ] = "unique",
     preset: Annotated[str | None, typer.Option(help="Preset of the plugin instead of the backend's.")] = None,
     model: ServedModel = "needle-8m",
     clients: Annotated[int, typer.Option(min=3, help="Clients; a third of them is hostile.")] = 200,
@@ -93,7 +95,7 @@ def storm(
             library_tokens(tokenizer, number * _STEP, length - _LONG_ANSWER) for number in range(long_prompts)
         ]
         settings = server_settings(
-            opened, variant, length, with_preset(additional_config, preset), server_argument, start_seconds
+            opened, variant, length, with_preset(variant, additional_config, preset), server_argument, start_seconds
         )
         about = {
             "backend": variant.name, "additional_config": settings.additional_config, "minutes": minutes,
@@ -180,14 +182,18 @@ def attack(
     return row, faults + faults_of_end(before, after, code, end)
 
 
-def with_preset(additional_config: str | None, preset: str | None) -> str | None:
+def with_preset(variant: Variant, additional_config: str | None, preset: str | None) -> str | None:
     """Returns `--additional-config` with a preset.
 
     Raises:
-        ConfigurationError: if the text is not a JSON object.
+        ConfigurationError: if the text is not a JSON object, or the backend has no presets.
     """
     if preset is None:
         return additional_config
+    if not variant.sparse:
+        raise ConfigurationError(
+            f"preset: got {preset!r} with {variant.name}, allowed: none, or a backend of the plugin"
+        )
     settings = parse_additional_config(additional_config or "{}")
     return json.dumps(settings | {KEY: {"preset": preset, **(settings.get(KEY) or {})}})
 
