@@ -222,9 +222,9 @@ def phases(**storm) -> list[Phase]:
 
 
 def test_the_checks_of_the_phases():
-    def faults(preemptions=0, failed=(), **storm):
+    def faults(preemptions=0, failed=(), own_kinds=hostile.OWN_KINDS, **storm):
         found = phases(**storm)
-        return faults_of_phases(found, allowed_gap(found[:2]), preemptions, {"failed": dict(failed)}, 1.5)
+        return faults_of_phases(found, allowed_gap(found[:2]), preemptions, {"failed": dict(failed)}, 1.5, own_kinds)
 
     assert allowed_gap(phases()[:1]) == LOGPROB_TOLERANCE
     assert allowed_gap(phases()[:2]) == 0.3
@@ -238,6 +238,7 @@ def test_the_checks_of_the_phases():
     assert faults(ms_per_token=[]) == ["storm: no well-behaved request was answered"]
     assert faults(failures=["it failed"] * 9) == ["storm: it failed"]
     assert faults(failed={"arguments: {}": "500"}) == ["storm: a hostile request got 500: arguments: {}"]
+    assert faults(failed={"arguments: {}": "500"}, own_kinds=()) == []
     assert faults(failed={"schemas: {}": "500"}) == []
     assert faults(failed={"schemas: {}": NO_ANSWER}) == ["storm: a hostile request got no answer: schemas: {}"]
 

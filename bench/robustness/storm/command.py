@@ -35,7 +35,7 @@ from bench.common.servers import (
 )
 from bench.robustness.soak.clients import Asker
 from bench.robustness.storm.ending import Idle, end_by_sigterm, health, read_idle
-from bench.robustness.storm.hostile import HostileRequests
+from bench.robustness.storm.hostile import OWN_KINDS, HostileRequests
 from bench.robustness.storm.load import Hostile, Phase, Well, run_phase
 from bench.robustness.storm.verdict import (
     allowed_gap,
@@ -117,7 +117,8 @@ def storm(
                     pause,
                 )
                 well = Well(asker, texts, clients - hostile.clients)
-                row, faults = attack(server, well, hostile, Limits(quiet_seconds, minutes * 60, slowest), console)
+                limits = Limits(quiet_seconds, minutes * 60, slowest, OWN_KINDS if variant.sparse else ())
+                row, faults = attack(server, well, hostile, limits, console)
                 file.write({**about, **row, "faults": faults})
                 if faults:
                     for fault in (*faults, f"the server's log is {server.log}"):
@@ -129,11 +130,14 @@ def storm(
 
 
 class Limits(NamedTuple):
-    """Durations, and the largest allowed ratio of the median times per token."""
+    """Durations and limits of a run."""
 
     quiet_seconds: float
     storm_seconds: float
     slowest: float
+    """Largest allowed ratio of the median times per token."""
+    own_kinds: tuple[str, ...]
+    """Kinds of hostile requests whose refusals are the plugin's."""
 
 
 def attack(
@@ -178,7 +182,7 @@ def attack(
         "end_seconds": end.seconds,
         "left_processes": end.left,
     }
-    faults = faults_of_phases([*phases, last], allowed, row["preemptions"] or 0, row, limits.slowest)
+    faults = faults_of_phases([*phases, last], allowed, row["preemptions"] or 0, row, limits.slowest, limits.own_kinds)
     return row, faults + faults_of_end(before, after, code, end)
 
 

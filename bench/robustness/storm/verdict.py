@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from bench.common.continuations import LOGPROB_TOLERANCE
 from bench.common.results import Row
 from bench.robustness.storm.ending import End, Idle
-from bench.robustness.storm.hostile import OWN_KINDS
 from bench.robustness.storm.load import NO_ANSWER, Phase
 
 
@@ -55,13 +54,12 @@ def ratios(quiet: Phase, storm: Phase) -> Row:
 
 
 def faults_of_phases(
-    phases: Sequence[Phase], allowed: float, preemptions: int, hostile: Row, slowest: float
+    phases: Sequence[Phase], allowed: float, preemptions: int, hostile: Row, slowest: float, own_kinds: tuple[str, ...]
 ) -> list[str]:
     """The failed checks of all phases, one sentence each.
 
     A preempted request attends to its own output densely when it resumes, so its answer may change: each preemption
-    excuses one changed answer. A server's error is a fault only for the kinds that concern this plugin: vLLM answers
-    500 for some grammars.
+    excuses one changed answer. vLLM itself answers 500 for some requests, such as grammars that cannot be compiled.
 
     Args:
         phases: two quiet ones, the storm, and the end with one request.
@@ -69,6 +67,7 @@ def faults_of_phases(
         preemptions: of requests during the storm.
         hostile: the columns of the hostile clients.
         slowest: largest allowed ratio of the median times per token.
+        own_kinds: kinds of hostile requests whose refusals are the plugin's; a server's error is a fault for these.
     """
     _, quiet, storm, _ = phases
     faults = []
@@ -84,7 +83,7 @@ def faults_of_phases(
     faults += [
         f"storm: a hostile request got {status}: {request}"
         for request, status in hostile["failed"].items()
-        if status == NO_ANSWER or request.startswith(OWN_KINDS)
+        if status == NO_ANSWER or request.startswith(own_kinds)
     ]
     return faults
 
