@@ -100,6 +100,10 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
 
         admit(vllm_config, BACKENDS)
         compat.hook_requests(check_request, cache_salt_of, load=True)
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            compat.mend_kernel_overrides()
 
 
 def check_layers_if_chosen(vllm_config: VllmConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -9,7 +10,9 @@ import httpx
 from openai import OpenAI
 
 _SECONDS = 60.0
+_BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 _QUIET_SECONDS = 60.0
+_BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 """Time that a server may need to notice that clients have disconnected."""
 
 
@@ -28,6 +31,11 @@ def read_metrics(text: str) -> dict[str, float]:
             name = line.partition("{")[0].split()[0]
             found[name] = found.get(name, 0.0) + float(line.split()[-1])
     return found
+
+
+def cache_blocks(text: str) -> int:
+    """The blocks of the KV cache by a `/metrics` text, without vLLM's null block."""
+    return int(_BLOCKS.findall(text)[0]) - 1
 
 
 def is_busy(metrics: Mapping[str, float]) -> bool:

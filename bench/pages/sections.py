@@ -53,6 +53,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "calibrated": quality.calibrated,
     "fuzz": states.fuzz,
     "soak": states.soak,
+    "storm": states.storm,
     "decode": serving.decode_cpu,
     "meter": serving.meter,
     "decode-gpu": serving.decode_gpu,

@@ -1,4 +1,4 @@
-"""Blocks about the fuzz of a layer's state and the soak of a server."""
+"""Blocks about the fuzz of a layer's state, and the soak and the storm of a server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ SOAKS = {
     "an H200": RESULTS / "h200" / "soak" / "needle-8m.jsonl",
 }
 """Result files by the server's device."""
+STORMS = {
+    "a CPU of 2 cores": RESULTS / "cpu-2core" / "storm",
+}
+"""Folders of result files by the server's device."""
 _COUNTED = {
     "steps": "steps",
     "requests": "requests",
@@ -48,3 +52,24 @@ def soak() -> Block:
         "cache in use at the end",
     ]  # fmt: skip
     return Block(table(names, lines), list(SOAKS.values()))
+
+
+def storm() -> Block:
+    """Answers of servers to well-behaved clients beside hostile ones, and the state of the servers at the end."""
+    lines, sources = [], []
+    for place, folder in STORMS.items():
+        for path in sorted(folder.glob("*.jsonl")):
+            (row,) = read_run(path).rows
+            phases = [row[name] for name in ("quiet_again", "storm")]
+            changed = (f"{phase['changed']:,} of {phase['answers']:,}" for phase in phases)
+            lines.append([
+                place, row["backend"], str(row["clients"]), str(row["hostile_clients"]), f"{row['minutes']:g}",
+                f"{sum(row['requests'].values()):,}", *changed, f"{row['ratio_median']:.1f}", str(row["preemptions"]),
+                str(row["leaked_blocks"]), str(len(row["faults"])),
+            ])  # fmt: skip
+            sources.append(path)
+    names = [
+        "server", "backend", "well-behaved clients", "hostile clients", "minutes", "hostile requests",
+        "changed without them", "changed with them", "time per token, ratio", "preemptions", "lost blocks", "faults",
+    ]  # fmt: skip
+    return Block(table(names, lines), sources)

@@ -7,6 +7,7 @@ from bench.robustness.deployments.command import deployments
 from bench.robustness.families.command import families, family_cells
 from bench.robustness.fuzz.command import fuzz
 from bench.robustness.soak.command import soak
+from bench.robustness.storm.command import storm
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
 
@@ -24,6 +25,7 @@ app.command(hidden=True)(family_cells)
 app.command()(deployments)
 app.command()(fuzz)
 app.command()(soak)
+app.command()(storm)
 
 
 def main() -> None:

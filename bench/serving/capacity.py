@@ -23,18 +23,8 @@ from bench.common.engine import parse_variants
 from bench.common.models import open_model
 from bench.common.options import LARGEST, ClientRow, Commit, Output, TimeLimit, parse_size, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
-from bench.serving.serve import (
-    RANDOM,
-    AdditionalConfig,
-    ServedModel,
-    ServerArgument,
-    StartSeconds,
-    check_length,
-    make_loads,
-    measure_loads,
-    server_settings,
-    table,
-)
+from bench.common.servers import AdditionalConfig, ServedModel, ServerArgument, StartSeconds, server_settings
+from bench.serving.serve import RANDOM, check_length, make_loads, measure_loads, table
 from bench.serving.window import Window, measure_window
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run

@@ -26,18 +26,26 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.children import python_path, run_python
+from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import DECODE_GRAPHS, Variant, WrongBackendError, parse_variants
+from bench.common.engine import Variant, WrongBackendError, parse_variants
 from bench.common.metrics import metrics_text
-from bench.common.models import SHAPES, Model, open_model
+from bench.common.models import Model, open_model
 from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
 from bench.common.results import ResultFile, Row, read_run
-from bench.common.worker import EXTENSION
+from bench.common.servers import (
+    LOG_LINES,
+    AdditionalConfig,
+    ServedModel,
+    ServerArgument,
+    StartSeconds,
+    prepare_server,
+    server_settings,
+)
 from bench.serving.variants import variant_columns
 from bench.serving.watch import watch
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 RANDOM = "random"
@@ -50,23 +58,8 @@ _SUFFIX_SHARE = 32
 LOADS = ("32K=1", "32K=8", "32K=32")
 _SHORTEST = 64
 """Tokens of the shortest prompt."""
-_LOG_LINES = 80
 _ADDED_TOKENS = 16
 """Tokens that a tokenizer may add to a prompt of `vllm bench serve`. vLLM counts them."""
-ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (random weights), or a folder.")]
-AdditionalConfig = Annotated[
-    str | None,
-    typer.Option("--additional-config", help="For the plugin's backends.", metavar="JSON"),
-]
-ServerArgument = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--server-argument",
-        help="Further argument of `vllm serve`, repeatable. It replaces the decode-only CUDA graphs.",
-    ),
-]
-StartSeconds = Annotated[float, typer.Option("--start-seconds", min=1, help="Time limit of a server's start.")]
-_DECODE_GRAPHS = ("--compilation-config", json.dumps(DECODE_GRAPHS))
 
 
 @dataclass(frozen=True)
@@ -233,37 +226,6 @@ def make_loads(workloads: Sequence[str], clients: Sequence[ClientRow], output_to
     ]
 
 
-def server_settings(
-    model: Model,
-    variant: Variant,
-    max_model_len: int,
-    additional_config: str | None,
-    server_arguments: list[str] | None,
-    start_seconds: float,
-) -> ServerSettings:
-    """Settings of a variant's server; arguments are those of `serve`."""
-    arguments = ["--kv-cache-dtype", variant.kv_cache_dtype, "--worker-extension-cls", EXTENSION]
-    if model.drawn_weights:
-        arguments += ["--load-format", "dummy"]
-    gpu = bool(describe_gpu())
-    if server_arguments:
-        arguments += server_arguments
-    elif gpu:
-        arguments += _DECODE_GRAPHS
-    return ServerSettings(
-        model.folder,
-        max_model_len,
-        variant.backend,
-        variant.additional_config(additional_config),
-        tuple(arguments),
-        eager=not gpu,
-        # `collective_rpc` needs the development mode.
-        environment={"PYTHONPATH": python_path(), "VLLM_SERVER_DEV_MODE": "1"},
-        start_seconds=start_seconds,
-        log_lines=_LOG_LINES,
-    )
-
-
 def measure_loads(
     variant: Variant,
     settings: ServerSettings,
@@ -281,15 +243,7 @@ def measure_loads(
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
     try:
         with run_server(variant.name.replace(":", "-"), settings, console) as client:
-            url = str(client.base_url).removesuffix("/v1/")
-
-            def call_workers(method: str) -> Any:
-                reply: Any = client.post(f"{url}/collective_rpc", cast_to=object, body={"method": method})
-                return reply["results"][0]
-
-            backend = variant.check_backends(call_workers("attention_backends"))
-            if model.drawn_weights:
-                call_workers("draw_weights")
+            backend = prepare_server(client, variant, model)
             rng = random.Random(0)
             prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
             client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
@@ -335,7 +289,7 @@ def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
         try:
             return parse_result(json.loads(result.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
             raise ChildProcessError(
                 f"vllm bench serve, exit code {code}: {error}; the end of its log:\n{tail}"
             ) from None

@@ -8,7 +8,7 @@ from support.bench.pages import ABOUT, write_run
 
 from bench.common.pages import group_rows
 from bench.common.results import read_run
-from bench.pages import compaction, figures, frontier, kernels, prefill, quality, recipes, serving, training
+from bench.pages import compaction, figures, frontier, kernels, prefill, quality, recipes, serving, states, training
 
 
 def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
@@ -295,6 +295,21 @@ def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_pa
         "200 clients sent 10,000 requests in 7 minutes and abandoned 3,350 of them. The server preempted requests "
         "1,234 times. 3 of 6,650 answers differ from those asked alone. 0 requests failed. "
         "At the end 0 requests ran, and 0.0% of the cache was in use."
+    )
+
+
+def test_a_storm_says_what_changed_and_what_is_lost(tmp_path, monkeypatch):
+    row = {
+        "backend": "unique", "clients": 32, "hostile_clients": 16, "minutes": 20.0, "requests": {"a": 1000, "b": 1},
+        "quiet_again": {"answers": 32, "changed": 1}, "storm": {"answers": 1200, "changed": 2}, "ratio_median": 1.25,
+        "preemptions": 3, "leaked_blocks": 0, "faults": [],
+    }  # fmt: skip
+    path = write_run(tmp_path / "unique.jsonl", row)
+    monkeypatch.setattr(states, "STORMS", {"a CPU": tmp_path})
+    block = states.storm()
+    assert block.sources == [path]
+    assert block.text.splitlines()[2] == (
+        "| a CPU | unique | 32 | 16 | 20 | 1,001 | 1 of 32 | 2 of 1,200 | 1.2 | 3 | 0 | 0 |"
     )
 
 

@@ -190,7 +190,7 @@ def test_measured_steps_leave_full_graphs_and_keep_the_answers(
     assert abs(means["attention_mass"] - means["estimated_mass"]) < 0.1
 
 
-SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024, "min_blocks": 4}
+SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024}
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1024, 16_384])
@@ -212,7 +212,7 @@ def test_sparse_prefill_that_reads_every_block_keeps_the_answers(
 def test_sparse_prefill_finds_needles(
     questions: list[Question], backend: str, kv_cache_dtype: str, share: dict[str, float]
 ) -> None:
-    settings = {"sparse_attention": {"prefill": SPARSE_PROMPTS | share}}
+    settings = {"sparse_attention": {"prefill": SPARSE_PROMPTS | {"min_blocks": 4} | share}}
     with engine(attention_backend=backend, kv_cache_dtype=kv_cache_dtype, additional_config=settings) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.9
         read, past = count_totals()["vllm_sparse_prefill_density"]

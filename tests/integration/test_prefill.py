@@ -14,7 +14,8 @@ from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
-FEW = {"method": "blocks", "min_context_tokens": 256, "min_blocks": 2, "density": 0.01, "query_stride": 1}
+BLOCKS = {"method": "blocks", "min_context_tokens": 256, "query_stride": 1}
+FEW = BLOCKS | {"density": 0.01, "min_blocks": 2}
 POLICIES = ("unique", "dense", "streaming_llm", "quest", "art")
 
 
@@ -88,7 +89,7 @@ def test_chunks_of_whole_tiles_change_nothing_and_decoding_goes_on_beside(model,
 
 
 def test_density_of_one_reads_everything(model):
-    harness = harness_of(model, density=1.0)
+    harness = LayerHarness(model, settings={"prefill": BLOCKS | {"density": 1.0}, **decoding("unique")})
     request = harness.request(600)
     (output,) = harness.step([(request, 600)])
     assert all(is_dense(harness, request, output, token) for token in range(0, 600, 37))

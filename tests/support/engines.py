@@ -94,6 +94,15 @@ class Engine:
     """An engine that runs in another process."""
 
     _pool: ProcessPoolExecutor
+    _number: int = 0
+    """Of the engines of its process."""
+
+    def beside(self, backend: str | None, config: dict[str, Any] | None = None, **arguments: Any) -> "Engine":
+        """Start another engine in the same process; arguments are those of `run_engine`."""
+        return Engine(self._pool, self._pool.submit(_start, _arguments(backend, config, arguments)).result())
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._pool.submit(_in_engine, self._number, function, *arguments).result()
 
     def answer(
         self,
@@ -108,7 +117,7 @@ class Engine:
         The model answers, or the adapter of a folder.
         """
         of_each = [None] * len(prompts) if arguments is None else list(arguments)
-        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each, adapter).result()
+        return self._call(_answer, list(prompts), max_tokens, ignore_eos, of_each, adapter)
 
     def expect(
         self, prompts: Sequence[list[int]], arguments: dict[str, Any] | None = None, max_tokens: int = 1
@@ -117,16 +126,16 @@ class Engine:
 
         With more than one of `max_tokens` these are the log probabilities of the last token.
         """
-        return self._pool.submit(_expect, list(prompts), arguments, max_tokens).result()
+        return self._call(_expect, list(prompts), arguments, max_tokens)
 
     def sample(self, prompts: Sequence[list[int]], max_tokens: int, top_k: int = 0) -> list[Sampled]:
         """Continuations of a batch of prompts, sampled at temperature 1, with the two likeliest tokens at each place.
         With `top_k` other than 0, samples come from the `top_k` likeliest tokens."""
-        return self._pool.submit(_sample, list(prompts), max_tokens, top_k).result()
+        return self._call(_sample, list(prompts), max_tokens, top_k)
 
     def follow(self, prompt: str, regex: str) -> str:
         """The greedy continuation of a prompt that matches a regular expression."""
-        return self._pool.submit(_follow, prompt, regex).result()
+        return self._call(_follow, prompt, regex)
 
     def leads_where_parted(
         self, prompts: Sequence[list[int]], own: Sequence[list[int]], other: Sequence[list[int]]
@@ -149,22 +158,25 @@ class Engine:
 
     def spoil_freed_blocks(self) -> None:
         """From now on, fill blocks with large values as soon as they are freed."""
-        self._pool.submit(_spoil_freed_blocks).result()
+        self._call(_spoil_freed_blocks)
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        return sum_of_metric(self._pool.submit(_metrics).result(), name)
+        return sum_of_metric(self._call(_metrics), name)
 
 
 @contextmanager
 def run_engine(backend: str | None, config: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engine]:
     """Run an engine with settings of the plugin and further arguments of `vllm.LLM`, such as `model`."""
-    arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | arguments
-    if config is not None:
-        arguments["additional_config"] = {"sparse_attention": config}
     with _process() as pool:
-        pool.submit(_start, arguments).result()
+        pool.submit(_start, _arguments(backend, config, arguments)).result()
         yield Engine(pool)
+
+
+def _arguments(backend: str | None, config: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an engine."""
+    arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | more
+    return arguments if config is None else arguments | {"additional_config": {"sparse_attention": config}}
 
 
 def sum_of_metric(text: str, name: str) -> float:
@@ -172,7 +184,8 @@ def sum_of_metric(text: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-# The following code runs in the engine's process, which has one engine.
+# The following code runs in the process of the engines.
+_engines: list[Any] = []
 
 
 def _keep_engines() -> None:
@@ -183,11 +196,18 @@ def _keep_engines() -> None:
     os.environ.pop("SPARSE_PLUGIN_METRICS_DIR", None)
 
 
-def _start(arguments: dict[str, Any]) -> None:
-    global _llm
+def _start(arguments: dict[str, Any]) -> int:
+    """Start an engine, and return its number."""
     from vllm import LLM
 
-    _llm = LLM(**{"model": str(MODEL), "enforce_eager": True, "disable_log_stats": False} | arguments)
+    _engines.append(LLM(**{"model": str(MODEL), "enforce_eager": True, "disable_log_stats": False} | arguments))
+    return len(_engines) - 1
+
+
+def _in_engine(number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    global _llm
+    _llm = _engines[number]
+    return function(*arguments)
 
 
 def _answer(

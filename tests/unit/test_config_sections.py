@@ -174,6 +174,31 @@ POINTLESS = {
         "zipvl", {"prefill": {"others": "zero", "local_tokens": 32}},
         "prefill.local_tokens: got a value with others zero, allowed: none, or with others attend",
     ),
+    "newest tokens where every token is important": (
+        "zipvl", {"prefill": {"tau": 1, "local_tokens": 32}},
+        "prefill.local_tokens: got a value with tau 1, where every token is important, allowed: none, or with a "
+        "smaller tau",
+    ),
+    "sinks where every token is important": (
+        "unique", {"prefill": {"method": "zipvl", "tau": 1.0, "sink_tokens": 0}},
+        "prefill.sink_tokens: got a value with tau 1, where every token is important, allowed: none, or with a "
+        "smaller tau",
+    ),
+    "sink blocks where every block is read": (
+        "unique_prefill", {"prefill": {"density": 1, "sink_blocks": 2}},
+        "prefill.sink_blocks: got a value with density 1, where every key block is read, allowed: none, or with a "
+        "smaller density",
+    ),
+    "newest blocks where every block is read": (
+        "unique_prefill", {"prefill": {"coverage": 1, "recent_blocks": 2}},
+        "prefill.recent_blocks: got a value with coverage 1, where every key block is read, allowed: none, or with a "
+        "smaller coverage",
+    ),
+    "fewest blocks where every block is read": (
+        "unique_prefill", {"prefill": {"density": 1, "min_blocks": 4}},
+        "prefill.min_blocks: got a value with density 1, where every key block is read, allowed: none, or with a "
+        "smaller density",
+    ),
     "shortest context of compaction": (
         "snapkv", {"min_context_tokens": 4096},
         "min_context_tokens: got 4096 with decode steps that read the whole cache, allowed: none, or "

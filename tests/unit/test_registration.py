@@ -3,8 +3,10 @@ import copy
 import copyreg
 import json
 import pickle
+import sys
 import textwrap
 import tomllib
+import types
 from pathlib import Path
 
 import cloudpickle
@@ -363,3 +365,20 @@ def test_resolved_settings_travel_with_the_configuration_and_leave_it_a_configur
     assert engine_settings.resolved(worker, "unique").config == settings.config
     assert engine_settings.resolved(worker, "unique") is engine_settings.resolved(worker, "unique")
     assert worker.compute_hash() == digest
+
+
+def test_kernels_are_replaced_beside_numbas_library():
+    """A worker on a CPU looks for kernels in all modules, llvmlite's included. Its library has a strange `vars`."""
+    import llvmlite.binding.ffi
+    from vllm.triton_utils import dispatcher
+
+    assert hasattr(llvmlite.binding.ffi.lib, "__dict__")
+    compat.mend_kernel_overrides()
+    module, kernel, override = types.ModuleType("of_kernels"), object(), object()
+    module.kernel, module.holder = kernel, types.SimpleNamespace(kernel=kernel)
+    sys.modules[module.__name__] = module
+    try:
+        dispatcher._rebind_kernels([(kernel, override)])
+    finally:
+        del sys.modules[module.__name__]
+    assert (module.kernel, module.holder.kernel) == (override, override)

@@ -255,7 +255,7 @@ def test_the_table_is_printed_and_the_last_preset_kept_where_the_disk_is_full(ru
     write = Path.write_text
 
     def fail(self, *given: object, **options: object) -> int:
-        if self.suffix == ".part":
+        if self.stem.endswith(".part"):
             raise OSError(28, "No space left on device")
         return write(self, *given, **options)
 

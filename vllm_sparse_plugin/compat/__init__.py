@@ -21,6 +21,7 @@ from vllm_sparse_plugin.compat.runners import (
     hook_decode_graphs,
     hook_model_runners,
     hook_speculators,
+    mend_kernel_overrides,
     mend_rejection_sampling,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "hook_platform",
     "hook_requests",
     "hook_speculators",
+    "mend_kernel_overrides",
     "mend_rejection_sampling",
     "register_backend_names",
     "run_vllm_cli",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,23 @@ def mend_rejection_sampling() -> None:
 
     setattr(apply_top_k_top_p, HOOKED, True)
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
+
+
+def mend_kernel_overrides() -> None:
+    """Lets vLLM's CPU platform start an engine in a process that has loaded Numba, as a second engine does. Idempotent.
+
+    Reason: a worker replaces Triton kernels in the attributes of all loaded modules, and looks into the `vars` of each
+    attribute. Those of the LLVM library of Numba are no mapping, and the start ended in an AttributeError.
+    Versions: 0.32. Remove when `_rebind_kernels` skips attributes without a mapping.
+    """
+    from vllm.triton_utils import dispatcher
+
+    def mapping_of(value: Any) -> Mapping[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    # A global of the module hides the builtin function.
+    dispatcher.vars = mapping_of
 
 
 def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device], Any]) -> Callable[..., Any]:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_sparse_plugin.config.compaction import StreamingLLMCompaction
-from vllm_sparse_plugin.config.prefill import ZipVLPrefill
+from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import TRAINED
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import DensePolicy, StreamingLLMSelection
+from vllm_sparse_plugin.policies.base import Section
 
 _NOT_OF_A_USER = ("preset ", "backend preset ", TRAINED)
 """Prefixes of source names that are not the user's."""
@@ -104,8 +105,8 @@ def check_effects(resolved: ResolvedConfig) -> None:
         expect(routing.accept in (None, routing.objection), f"{KEY}.routing.accept",
                f"{routing.accept} with thresholds that are {_OBJECTIONS[routing.objection]}",
                f"{routing.objection or 'null'}")  # fmt: skip
-    has_local = not isinstance(prefill, ZipVLPrefill) or prefill.others == "attend"
-    expect(has_local, f"{KEY}.prefill.local_tokens", "a value with others zero", "none, or with others attend")
+    if prefill is not None:
+        _check_prefill(prefill, expect)
     unlogged = _against_logs(resolved)
     expect(unlogged is None or not diagnostics.log_requests, f"{KEY}.diagnostics.log_requests",
            f"true with {unlogged}, where no request has a line", "false")  # fmt: skip
@@ -115,6 +116,22 @@ def check_effects(resolved: ResolvedConfig) -> None:
            f"{diagnostics.sample_every} with {unmeasured}, where nothing is measured", "0 or null")  # fmt: skip
     expect(config.stopping is None or policy == DensePolicy.name(), f"{KEY}.stopping.dense_sink_pages",
            f"a value with policy {policy}", "none, or selection.sink_pages")  # fmt: skip
+
+
+def _check_prefill(prefill: Section, expect: Callable[[bool, str, Any, str], None]) -> None:
+    """Checks that settings about what is read besides the chosen tokens have an effect; `expect` refuses a setting."""
+    if isinstance(prefill, ZipVLPrefill):
+        beside, allowed = "a value with tau 1, where every token is important", "none, or with a smaller tau"
+        expect(prefill.tau < 1, f"{KEY}.prefill.local_tokens", beside, allowed)
+        expect(prefill.tau < 1, f"{KEY}.prefill.sink_tokens", beside, allowed)
+        attends = prefill.others == "attend"
+        expect(attends, f"{KEY}.prefill.local_tokens", "a value with others zero", "none, or with others attend")
+    if isinstance(prefill, BlockPrefill):
+        name, share = ("density", prefill.density) if prefill.coverage is None else ("coverage", prefill.coverage)
+        beside, allowed = f"a value with {name} 1, where every key block is read", f"none, or with a smaller {name}"
+        expect(share != 1, f"{KEY}.prefill.sink_blocks", beside, allowed)
+        expect(share != 1, f"{KEY}.prefill.recent_blocks", beside, allowed)
+        expect(share != 1, f"{KEY}.prefill.min_blocks", beside, allowed)
 
 
 def _against_logs(resolved: ResolvedConfig) -> str | None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
@@ -51,18 +51,17 @@ class ClosedPipeError(RuntimeError):
     """The reader of stdout is gone. Not an OSError, because Typer ends a command silently for one."""
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise an error. rich would end the process silently."""
-        raise ClosedPipeError
+def _refuse_closed_pipe(_console: Console) -> NoReturn:
+    """Raise an error. rich would end the process silently, also while Typer prints a help text."""
+    raise ClosedPipeError
 
 
 def open_console() -> Console:
     """Return a console for a command's output. Tables have a fixed width without a terminal."""
-    console = _Console()
+    console = Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return _Console(width=_WIDTH)
+    return Console(width=_WIDTH)
 
 
 def run(command: Callable[[], Any]) -> None:
@@ -75,13 +74,14 @@ def run(command: Callable[[], Any]) -> None:
         # A file name may contain bytes that no encoding accepts.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    setattr(Console, "on_broken_pipe", _refuse_closed_pipe)  # noqa: B010
     with _ending_signals():
         code, sentence = _outcome(command)
     # If Ctrl-C came while Python executed a text (dataclasses do that on import), `python -m` ignores the exit code and
     # dies by SIGINT. Executing another text resets that.
     exec("pass")
     if sentence:
-        print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
+        _complain(f"error: {' '.join(sentence.splitlines())}")
     sys.exit(code)
 
 
@@ -143,7 +143,7 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
             raise
         return BAD_INPUT, sentence
     except (ClosedPipeError, BrokenPipeError):
-        _drop_stdout()
+        _drop(sys.stdout)
         return _CLOSED_PIPE, "stdout: got a closed pipe, allowed: a reader that takes all of it"
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
@@ -169,15 +169,26 @@ def _about_full_disk(error: OSError) -> str:
             os.write(sys.stdout.fileno(), b"\n")
     except (OSError, ValueError):
         name = "stdout"
-        _drop_stdout()
+        _drop(sys.stdout)
     return f"{name}: got {error.strerror!r}, allowed: a place that can be written"
 
 
-def _drop_stdout() -> None:
-    """Discard the buffer of stdout. Python would write it again and print a traceback."""
+def _complain(sentence: str) -> None:
+    """Print a sentence on stderr. The exit code must not depend on whether anybody can read it."""
+    try:
+        if sys.stderr is not None:
+            print(sentence, file=sys.stderr, flush=True)
+    except RuntimeError:
+        pass  # a signal came while stderr was written
+    except (OSError, ValueError):
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Discard the buffer of a standard stream. Python would write it again at its exit, and change the exit code."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
 
 
@@ -216,11 +227,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     _signals.append(now)
     if len(_signals) > 1 and now - _signals[-2] < _REPEAT_SECONDS:
         return
-    with suppress(RuntimeError, OSError, ValueError):  # stderr may be in use, closed or gone
-        print(
-            f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run",
-            file=sys.stderr,
-        )
+    _complain(f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run")
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

@@ -88,6 +88,26 @@ def writing_alone(path: Path, option: str) -> Iterator[None]:
                 path.unlink()
 
 
+@contextmanager
+def writing_in(folder: Path, option: str) -> Iterator[None]:
+    """Make a folder. A new folder that is still empty at the end is removed.
+
+    Raises:
+        ConfigurationError: the folder cannot be made; the message names `option`.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{option}: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
+
+
 def check_output(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the work. The file stays unchanged.
 
@@ -108,17 +128,30 @@ def write_output(path: Path, text: str, option: str) -> None:
     Raises:
         ConfigurationError: the file cannot be written; the message names `option`.
     """
-    target = path.resolve()
-    part = target.with_name(f".{target.name}.part")
-    try:
+    with replacing(path, option) as part:
         part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path, option: str) -> Iterator[Path]:
+    """Yield the path of a new file of the same folder and suffix. It replaces `path` at the end, unless an error or a
+    signal ends the block; then it is removed.
+
+    Raises:
+        ConfigurationError: the file cannot be written; the message names `option`.
+    """
+    target = path.resolve()
+    part = target.with_name(f".{target.stem}.part{target.suffix}")
+    try:
+        yield part
         part.replace(target)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise ConfigurationError(
             f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
         ) from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

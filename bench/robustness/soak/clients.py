@@ -18,6 +18,8 @@ from bench.common.metrics import metrics_text, read_metrics
 HANGS_UP = 1 / 3
 """Share of requests that are aborted."""
 _LIKELIEST = 5
+_TOKENS_PER_PART = 8
+"""Tokens of a part of a streamed answer. Many clients that read single tokens would slow down each other."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,27 @@ class Asker:
     def ask(self, prompt: str | list[int], **more: Any) -> Continuation:
         """Returns the greedy continuation of a prompt (text or tokens); `more` are parameters of vLLM."""
         reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(**more))
-        told = reply.choices[0].logprobs
-        return Continuation(
-            [_token(text) for text in told.tokens],
-            [{_token(text): logprob for text, logprob in step.items()} for step in told.top_logprobs],
+        return _continuation([reply])
+
+    def ask_timed(self, prompt: str, **more: Any) -> tuple[Continuation, float]:
+        """Returns the continuation that `ask` returns, streamed, and the milliseconds per token after the first part.
+
+        Raises:
+            ConnectionError: the answer is not complete.
+        """
+        stream: Any = self.client.completions.create(
+            prompt=prompt, stream=True, **self._arguments(stream_interval=_TOKENS_PER_PART, **more)
         )
+        parts, times = [], []
+        for part in stream:
+            if part.choices and part.choices[0].logprobs is not None:
+                parts.append(part)
+                times.append(time.monotonic())
+        found = _continuation(parts)
+        if len(found.tokens) != self.answer_tokens:
+            raise ConnectionError(f"an answer has {len(found.tokens)} of {self.answer_tokens} tokens")
+        timed = len(found.tokens) - len(parts[0].choices[0].logprobs.tokens)
+        return found, (times[-1] - times[0]) / timed * 1000
 
     def hang_up(self, prompt: str, after: int) -> None:
         """Asks, and closes the connection after `after` parts of the answer."""
@@ -53,6 +71,15 @@ class Asker:
             "model": self.model, "max_tokens": self.answer_tokens, "temperature": 0, "logprobs": _LIKELIEST,
             "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True, **more},
         }  # fmt: skip
+
+
+def _continuation(replies: Sequence[Any]) -> Continuation:
+    """Joins the parts of an answer."""
+    told = [reply.choices[0].logprobs for reply in replies]
+    return Continuation(
+        [_token(text) for part in told for text in part.tokens],
+        [{_token(text): logprob for text, logprob in step.items()} for part in told for step in part.top_logprobs],
+    )
 
 
 def _token(text: str) -> int:

@@ -87,6 +87,11 @@ class LazyGroup(TyperGroup):
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the arguments. `--help` and `--version` print and end here."""
+        with explain_pipes():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         with explain_pipes():

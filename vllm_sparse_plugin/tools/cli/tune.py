@@ -22,7 +22,7 @@ from vllm_sparse_plugin.tools.arguments import complete_backend, find_preset, pa
 from vllm_sparse_plugin.tools.cores import serve_command
 from vllm_sparse_plugin.tools.endings import BAD_INPUT, FAILED, open_console, undisturbed
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
-from vllm_sparse_plugin.tools.provenance import check_output, describe_run, write_output
+from vllm_sparse_plugin.tools.provenance import check_output, describe_run, write_output, writing_in
 from vllm_sparse_plugin.tools.server import last_error, stop_group
 
 if TYPE_CHECKING:
@@ -149,13 +149,7 @@ def tune(
     read_prompts(prompts)
     name = Path(model).name
     folder = output or Path(f"tune-{name}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
     frontier, picture, preset = (folder / name for name in ("frontier.jsonl", "frontier.png", "sparse.yaml"))
-    for path in (frontier, picture, preset):
-        check_output(path, "output")
     from vllm_sparse_plugin.tools.eval.progress import show_progress
     from vllm_sparse_plugin.tools.eval.results import read_results
     from vllm_sparse_plugin.tools.eval.tuning import OBJECTIVES, choose, frontier_table, judge, plot_frontier
@@ -163,12 +157,15 @@ def tune(
     console = open_console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
     results = {}
-    for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
-        path = folder / f"{setting.name}.jsonl"
-        options = [*shared, "--engine-args", engine_args, *setting.options()]
-        with show_progress(console, f"{setting.name}: decoding the prompts in a separate engine"):
-            _evaluate([*options, "--other-batches"] if setting.name == _AGAIN else options, setting.name, path)
-        results[setting.name] = read_results(path)
+    with writing_in(folder, "output"):
+        for path in (frontier, picture, preset):
+            check_output(path, "output")
+        for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
+            path = folder / f"{setting.name}.jsonl"
+            options = [*shared, "--engine-args", engine_args, *setting.options()]
+            with show_progress(console, f"{setting.name}: decoding the prompts in a separate engine"):
+                _evaluate([*options, "--other-batches"] if setting.name == _AGAIN else options, setting.name, path)
+            results[setting.name] = read_results(path)
     dense = results[_DENSE], results[_AGAIN]
     candidates = [judge(each.name, measure, *dense, results[each.name]) for each in settings]
     chosen = choose(candidates, most_excess, minimise)

@@ -14,7 +14,7 @@ from vllm_sparse_plugin.tools.eval.items import NLL, TEXT_TASKS
 from vllm_sparse_plugin.tools.eval.noise import MEASURES, beside
 from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
-from vllm_sparse_plugin.tools.provenance import check_output
+from vllm_sparse_plugin.tools.provenance import check_output, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -297,17 +297,13 @@ def _bars(panel: Axes, found: list[tuple[float, Estimate]], color: str, label: s
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a plot.
+    """Write a plot atomically.
 
     Raises:
         ConfigurationError: it cannot be written.
     """
-    try:
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-    except OSError as error:
-        raise ConfigurationError(
-            f"plot: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+    with replacing(path, "plot") as part:
+        figure.savefig(part, dpi=150, bbox_inches="tight")
 
 
 def _heading(file: ResultFile) -> str:
