@@ -79,7 +79,6 @@ SERVED_ON_CUDA = {
         routed(**UNCALIBRATED),
     ),
     "a budget of 64K": ({"head_dim": 64}, {"additional_config": settings(budget_tokens=1 << 16)}),
-    "sketches of heads of 80": ({"head_dim": 80}, {"additional_config": settings(statistics="sketch")}),
     **{f"heads of {size}": ({"head_dim": size}, {}) for size in (32, 80, 96, 112, 192, 240)},
 }
 
@@ -175,6 +174,17 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == f"selection.statistics: got fp8, {UNIQUE}int8 or bf16 on this GPU"
+
+
+def test_sketches_need_heads_of_a_tested_size_on_a_gpu(folder, monkeypatch):
+    on_cuda(monkeypatch, (9, 0))
+    for size in (64, 128):
+        admit(engine_config(folder(head_dim=size), additional_config=settings(statistics="sketch")), BACKENDS)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(engine_config(folder(head_dim=96), additional_config=settings(statistics="sketch")), BACKENDS)
+    assert str(caught.value) == (
+        f"selection.statistics: got sketch with heads of 96, {UNIQUE}quarters or int8, or heads of 64, 128 or 256"
+    )
 
 
 def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(folder, monkeypatch):
