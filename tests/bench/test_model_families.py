@@ -4,8 +4,8 @@
 """
 
 import pytest
+from support.bench.families import run_family, start_with_layers_of_their_own
 from support.engines import collect_in_fresh_process, in_fresh_process
-from support.families import run_family, start_with_layers_of_their_own
 
 from bench.robustness.families.cells import OK
 
