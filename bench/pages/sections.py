@@ -36,6 +36,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-served": real.served,
     "real-ruler": real.ruler,
     "real-anchors": real.anchors,
+    "real-coverages": real.coverages,
     "real-sinks": sinks.layers,
     "real-windows": sinks.windows,
     "reproduction-unique": reproduction.unique,
