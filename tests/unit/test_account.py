@@ -123,6 +123,16 @@ def test_leading_dense_layers_read_everything():
         assert getattr(shares, share) == pytest.approx((2 + 6 * getattr(selected, share)) / 8)
 
 
+def test_layers_behind_an_anchor_read_no_statistics():
+    alone = model("unique").shares(8000)
+    statistics = alone.bytes_read - alone.read
+    # Eight layers.
+    for anchors, choosing in ((2, 4), (3, 3), ([0, 5], 2), ([3], 2)):
+        shares = model("unique", {"selection": {"anchor_layers": anchors}}).shares(8000)
+        assert shares.read == alone.read
+        assert shares.bytes_read == pytest.approx(alone.read + statistics * choosing / 8)
+
+
 def test_what_kernels_count_is_a_share_of_what_is_kept():
     assert model("art").shares(8000, 1, Counted(0.5)).read == 0.5
     kept = model("snapkv").shares(8000).kept

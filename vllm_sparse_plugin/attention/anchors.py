@@ -9,27 +9,20 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
-from vllm_sparse_plugin.config.anchors import nearest_anchors
+from vllm_sparse_plugin.config.anchors import anchors_of_layers
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
 def anchors_of(selecting: Mapping[str, Attention], anchor_layers: int | tuple[int, ...]) -> dict[str, str]:
-    """Returns the anchor of each layer that reads the pages of another layer, see `nearest_anchors`.
+    """Returns the anchor of each layer that reads the pages of another layer, see `anchors_of_layers`.
 
     Args:
         selecting: the layers that select pages and share a metadata builder.
-        anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers, in the order of the model.
+        anchor_layers: see `ScoredSelection.anchor_layers`.
     """
-
-    def chooses(place: int, name: str) -> bool:
-        if isinstance(anchor_layers, int):
-            return place % anchor_layers == 0
-        return extract_layer_index(name) in anchor_layers
-
     ordered = sorted(selecting, key=extract_layer_index)
-    return nearest_anchors(
-        (name, selecting[name].num_kv_heads, chooses(place, name)) for place, name in enumerate(ordered)
-    )
+    layers = ((name, extract_layer_index(name), selecting[name].num_kv_heads) for name in ordered)
+    return anchors_of_layers(layers, anchor_layers)
 
 
 def heads_of_anchors(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_sparse_plugin.config.anchors import anchors_of_layers
 from vllm_sparse_plugin.config.retention import Retention
 from vllm_sparse_plugin.config.schema import ResolvedConfig
 from vllm_sparse_plugin.policies import reads_selection
@@ -146,9 +147,13 @@ class ModelKeys:
         token_bytes = 2 * self.head_size * self.itemsize
         retention = None if config.compaction is None else config.compaction.retention()
         retentions = [None] * self.num_layers if retention is None else retention.of_layers(self.num_layers)
+        first = config.config.first_dense_layers if config.lossless is None else self.num_layers
+        followers = anchors_of_layers(
+            ((layer, layer, 1) for layer in range(first, self.num_layers)), config.anchor_layers
+        )
         read = kept = scored = 0.0
         for layer, of_layer in enumerate(retentions):
-            selects = layer >= config.config.first_dense_layers and config.lossless is None
+            selects = layer >= first
             keys = keys_of_layer(config, of_layer, self.block_size, selects)
             keeps = keys.kept(prompt_tokens, contexts)
             reads = keys.read(contexts, keeps).sum(dtype=float)
@@ -159,7 +164,7 @@ class ModelKeys:
                 attending -= counted.skipped
             read += attending * reads
             kept += keeps.sum(dtype=float)
-            if selects and scores and layout is not None and reads < keeps.sum():
+            if selects and scores and layout is not None and layer not in followers and reads < keeps.sum():
                 scored += attending * (keeps // layout.page_size).sum(dtype=float) * layout.record_bytes
         every = contexts.sum(dtype=float) * self.num_layers
         overhead = 0.0 if layout is None else layout.memory_overhead

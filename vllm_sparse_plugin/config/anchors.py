@@ -28,6 +28,22 @@ def nearest_anchors(layers: Iterable[tuple[Layer, int, bool]]) -> dict[Layer, La
     return anchors
 
 
+def anchors_of_layers(
+    layers: Iterable[tuple[Layer, int, int]], anchor_layers: int | tuple[int, ...]
+) -> dict[Layer, Layer]:
+    """Returns `nearest_anchors` of a setting.
+
+    Args:
+        layers: the layers that select pages, in the order of the model: a layer, its index, and its number of KV heads.
+        anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers.
+    """
+
+    def chooses(place: int, index: int) -> bool:
+        return place % anchor_layers == 0 if isinstance(anchor_layers, int) else index in anchor_layers
+
+    return nearest_anchors((layer, heads, chooses(place, index)) for place, (layer, index, heads) in enumerate(layers))
+
+
 def refuse_anchors(config: ResolvedConfig, num_layers: int) -> Iterator[tuple[str, object, str]]:
     """Yields the field, the value and the allowed values of anchors that a model of `num_layers` layers cannot have."""
     anchors, heads = config.anchor_layers, config.anchor_heads
