@@ -14,7 +14,6 @@ _REAL = RESULTS / "h200" / "real"
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
 SERVED, SERVED_UNIQUE, SERVED_EVERY = (_REAL / f"{name}.jsonl" for name in ("served", "served_unique", "served_every"))
 """Served text, each file with dense attention in other batches."""
-ANCHORS = _REAL / "anchors_8k.jsonl"
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
 _NOISE, _DENSE = "noise", "dense"

@@ -15,6 +15,8 @@ MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn",
 _MANY = 32
 """Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
+OTHER_RUN = H200 / "frontier" / "decode_1024.jsonl"
+"""Decode steps with the default's budget."""
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps without measurements, and with one measured step per interval."""
 METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
@@ -53,11 +55,6 @@ def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
     return rows
 
 
-def _pair(dense: Path, sparse: Path) -> Block:
-    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
-    return Block(table(headings, _pair_rows(dense, sparse)), [sparse, dense])
-
-
 def meter() -> Block:
     """The time per token that measuring one token of one step in 1,024 adds, on a CPU and on a GPU."""
     every_step, lines = read_steps(METER_CPU[1]), []
@@ -87,7 +84,13 @@ def decode_gpu() -> Block:
             cells += ["not measured", ""] if time is None else [f"{time:.2f}", f"{before / time:.2f}x"]
         rows.append([f"{context:,}", str(batch), f"{before:.2f}", *cells])
     anchors = "with 2,048 tokens, a third of the layers choosing"
-    return Block(table(["context", "requests", "FlashAttention 3", "`unique`", "", anchors, ""], rows), paths)
+    heads = ["context", "requests", "FlashAttention 3", "`unique`", "", anchors, ""]
+    (context, batch), before = max(read_steps(OTHER_RUN).items())
+    text = wrap(
+        f"In [another run](docs/choosing.md#what-a-budget-costs) {batch} requests with {context:,} tokens took "
+        f"{before['ms_per_token']:.2f} ms with `unique`.", "",
+    )  # fmt: skip
+    return Block(f"{table(heads, rows)}\n\n{text}", [*paths, OTHER_RUN])
 
 
 def decode_steps() -> Block:
