@@ -14,6 +14,8 @@ from vllm_sparse_plugin.requests.limits import StepLimits
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
+COVERED = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}, "min_context_tokens": 0}
+"""Settings with a coverage."""
 BUDGET = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 SCALE = 0.2
 
@@ -46,6 +48,12 @@ def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> Step
     """The limits of a server with requests that have these arguments."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
     return StepLimits(config, asking(*arguments), 16, torch.device("cpu"))
+
+
+def limits_of_mixed_requests(config: ResolvedConfig) -> StepLimits:
+    """The limits of requests with the settings' coverage, a budget, dense attention and another coverage."""
+    requests = asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9})
+    return StepLimits(config, requests, 16, torch.device("cpu"))
 
 
 def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:

@@ -10,38 +10,25 @@ from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig
 Layer = TypeVar("Layer")
 
 
-def nearest_anchors(layers: Iterable[tuple[Layer, int, bool]]) -> dict[Layer, Layer]:
+def anchors_of_layers(
+    layers: Iterable[tuple[Layer, int, int]], anchor_layers: int | tuple[int, ...]
+) -> dict[Layer, Layer]:
     """Returns the anchor of each layer that reads the pages of another layer.
 
     The anchor of a layer is the nearest one before it with as many KV heads. A layer without one chooses its own pages.
 
     Args:
-        layers: the layers that select pages, in the order of the model: a layer, its number of KV heads, and whether it
-            chooses pages.
+        layers: the layers that select pages, in the order of the model: a layer, its index, and its number of KV heads.
+        anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers.
     """
     anchors, before = dict[Layer, Layer](), dict[int, Layer]()
-    for layer, heads, chooses in layers:
+    for place, (layer, index, heads) in enumerate(layers):
+        chooses = place % anchor_layers == 0 if isinstance(anchor_layers, int) else index in anchor_layers
         if chooses or heads not in before:
             before[heads] = layer
         else:
             anchors[layer] = before[heads]
     return anchors
-
-
-def anchors_of_layers(
-    layers: Iterable[tuple[Layer, int, int]], anchor_layers: int | tuple[int, ...]
-) -> dict[Layer, Layer]:
-    """Returns `nearest_anchors` of a setting.
-
-    Args:
-        layers: the layers that select pages, in the order of the model: a layer, its index, and its number of KV heads.
-        anchor_layers: see `ScoredSelection.anchor_layers`. A number counts these layers.
-    """
-
-    def chooses(place: int, index: int) -> bool:
-        return place % anchor_layers == 0 if isinstance(anchor_layers, int) else index in anchor_layers
-
-    return nearest_anchors((layer, heads, chooses(place, index)) for place, (layer, index, heads) in enumerate(layers))
 
 
 def refuse_anchors(config: ResolvedConfig, num_layers: int) -> Iterator[tuple[str, object, str]]:

@@ -43,6 +43,10 @@ ModelFolder = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
+Report = Annotated[
+    Path | None,
+    typer.Option("--json", help="JSON lines to write: the run, then its results.", metavar="PATH"),
+]
 Device = Annotated[str | None, typer.Option(help="Torch device. Default: the GPU, or the CPU without a GPU.")]
 
 

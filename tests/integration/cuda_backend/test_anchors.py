@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.cuda_layer import BLOCK, BUDGET, SCALES, asking, common_metadata, plan_of, run
+from support.cuda_layer import BLOCK, COVERED, SCALES, common_metadata, limits_of_mixed_requests, plan_of, run
 
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.requests.limits import StepLimits
 
 LENGTHS = [300, 40, 500, 600, 200]
 FOLLOWER = SimpleNamespace(**{**vars(SCALES), "layer_name": "follower"})
@@ -45,13 +44,9 @@ def test_a_layer_reads_the_pages_of_its_anchor(layer, builder):
 
 
 def test_a_layer_with_a_coverage_reads_as_many_pages_as_its_anchor(layer, builder):
-    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
-    config = resolve(BUDGET | settings, "unique")
+    config = resolve(COVERED, "unique")
     layer.bind(replace(plan_of(config), most_pages=1024))
-    builder.limits = StepLimits(
-        config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
-        torch.device("cpu"),
-    )  # fmt: skip
+    builder.limits = limits_of_mixed_requests(config)
     anchor, follower, _ = follow(layer, builder, common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4))
     assert torch.equal(anchor, follower)
 

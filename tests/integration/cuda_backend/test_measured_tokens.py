@@ -7,7 +7,19 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.group_routing import GroupRouting
-from support.cuda_layer import BLOCK, BUDGET, GROUP, HEADS, SCALE, SCALES, SIZE, asking, common_metadata, plan_of, run
+from support.cuda_layer import (
+    BLOCK,
+    COVERED,
+    GROUP,
+    HEADS,
+    SCALE,
+    SCALES,
+    SIZE,
+    common_metadata,
+    limits_of_mixed_requests,
+    plan_of,
+    run,
+)
 from support.logs import said
 from support.paged import dense_attention
 
@@ -17,7 +29,6 @@ from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.metrics import sampling
 from vllm_sparse_plugin.metrics.live import LayerQuality
 from vllm_sparse_plugin.metrics.sampling import Sample
-from vllm_sparse_plugin.requests.limits import StepLimits
 
 
 def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
@@ -72,13 +83,9 @@ def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, bui
     """The coverage comes from the server or from the request. Budgets of other requests still apply."""
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
-    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
-    config = resolve(BUDGET | settings, "unique")
+    config = resolve(COVERED, "unique")
     layer.bind(replace(plan_of(config), most_pages=1024))
-    builder.limits = StepLimits(
-        config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
-        torch.device("cpu"),
-    )  # fmt: skip
+    builder.limits = limits_of_mixed_requests(config)
     found = {}
     # Tokens of the third request attend to everything. The last context fits the smallest number of pages.
     lengths = [900, 700, 800, 600, 33]

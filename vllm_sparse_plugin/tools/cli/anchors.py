@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from vllm_sparse_plugin.config import read_trained_section, resolve
@@ -21,6 +20,7 @@ from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Device,
     ModelFolder,
+    Report,
     Seed,
     find_device,
     find_model,
@@ -63,10 +63,6 @@ TensorParallel = Annotated[
     typer.Option("--tensor-parallel-size", help="As for vLLM. KV heads are paired with those of the same rank only."),
 ]
 Output = Annotated[Path | None, typer.Option(help="Preset to write. Default: anchors-MODEL.yaml.", metavar="PATH")]
-Report = Annotated[
-    Path | None,
-    typer.Option("--json", help="JSON lines to write: the run, then its results.", metavar="PATH"),
-]
 
 
 def anchors(
@@ -112,19 +108,17 @@ def anchors(
     torch_device = find_device(device)
     ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics.anchors import find_anchors
-    from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
+    from vllm_sparse_plugin.tools.diagnostics.forward import captured_model
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
     with console.status("Writing the documents"):
         documents = build_documents(tokenizer, given, prompts, DEFAULT_TASKS, [tokens], SAMPLES, seed)
     with open_report(json_path, folder, "json") as report:
-        with Progress(console=console, transient=True) as progress:
-            captured = CapturingModel(folder, torch_device)
-            bar = progress.add_task("Running the model", total=documents.num_tokens)
+        with captured_model(folder, torch_device, documents.num_tokens, console) as (captured, progress):
             outcome = find_anchors(
                 captured, documents.fitting, documents.judging, selection, resolved.config.first_dense_layers, layers,
-                share, tensor_parallel_size, lambda done: progress.advance(bar, done),
+                share, tensor_parallel_size, progress,
             )  # fmt: skip
         report.add({**asdict(outcome), "budget_tokens": budget, "policy": selection.name(), "data": documents.data})
         _print(outcome, console)

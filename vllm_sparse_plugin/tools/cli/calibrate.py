@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
@@ -20,6 +19,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
+    Report,
     Seed,
     find_device,
     find_model,
@@ -72,10 +72,6 @@ SkipRatio = Annotated[float, typer.Option(help="Share of the KV groups to skip."
 Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="How to combine the cosines of a group's heads.")]
 DenseLayers = Annotated[int, typer.Option(min=0, help="First layers, which are never routed.")]
 Output = Annotated[Path | None, typer.Option(help="Preset to write. Default: sinkrouter-MODEL.yaml.", metavar="PATH")]
-Report = Annotated[
-    Path | None,
-    typer.Option("--json", help="JSON lines to write: the run, then its results.", metavar="PATH"),
-]
 
 
 def calibrate(
@@ -122,19 +118,17 @@ def calibrate(
     torch_device = find_device(device)
     ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics import calibration
-    from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
+    from vllm_sparse_plugin.tools.diagnostics.forward import captured_model
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
     with console.status("Writing the documents"):
         documents = build_documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
     with open_report(json_path, folder, "json") as report:
-        with Progress(console=console, transient=True) as progress:
-            captured = CapturingModel(folder, torch_device)
-            bar = progress.add_task("Running the model", total=documents.num_tokens)
+        with captured_model(folder, torch_device, documents.num_tokens, console) as (captured, progress):
             outcome = calibration.calibrate(
                 captured, documents.fitting, documents.judging, skip_ratio,
-                lambda tokens: progress.advance(bar, tokens), score, dense_layers, _origin(folder, documents.data),
+                progress, score, dense_layers, _origin(folder, documents.data),
             )  # fmt: skip
         report.add({**asdict(outcome), "routing": outcome.routing.model_dump()})
         _print(outcome, documents, console)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_plugin.config.anchors import nearest_anchors
+from vllm_sparse_plugin.config.anchors import anchors_of_layers
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs, PagedLayer
@@ -187,9 +187,7 @@ def sources_of_anchors(caught: Sequence[Caught], share: int, ranks: int) -> dict
 def sources_by_stride(caught: Sequence[Caught], stride: int) -> dict[int, Source]:
     """Return what each layer reads if every `stride`th one chooses, as with a number as `anchor_layers`."""
     heads_of = {layer: group.heads for group in caught for layer in group.layers}
-    anchors = nearest_anchors(
-        (layer, heads_of[layer], place % stride == 0) for place, layer in enumerate(sorted(heads_of))
-    )
+    anchors = anchors_of_layers(((layer, layer, heads_of[layer]) for layer in sorted(heads_of)), stride)
     return {layer: Source(anchors.get(layer, layer), list(range(heads))) for layer, heads in heads_of.items()}
 
 

@@ -7,12 +7,16 @@ earlier selection changes the inputs of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from sparse_kernels.batch import Softmax
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
@@ -175,6 +179,29 @@ class CapturingModel:
         if self._skip is not None and not window:
             output[self._skip(len(self._layers) - 1, inputs)] = 0
         return output.flatten(1, 2).to(query.dtype)[None], None
+
+
+@contextmanager
+def captured_model(
+    folder: Path, device: str, num_tokens: int, console: Console
+) -> Iterator[tuple[CapturingModel, Callable[[int], None]]]:
+    """Load a model, and show the progress of running it.
+
+    Args:
+        folder: of the model.
+        device: torch's name of the device.
+        num_tokens: tokens of all texts.
+        console: shows the bar.
+
+    Yields:
+        The model, and a function that takes the tokens of each finished text.
+
+    Raises:
+        ConfigurationError: see `CapturingModel`.
+    """
+    with Progress(console=console, transient=True) as progress:
+        model = CapturingModel(folder, device)
+        yield model, partial(progress.advance, progress.add_task("Running the model", total=num_tokens))
 
 
 class PagedLayer:
