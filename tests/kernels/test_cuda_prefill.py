@@ -11,7 +11,7 @@ from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.rolling_attention import RollingWindow, Rotation, attend_rolling
 from sparse_kernels.rolling_attention.reference import attend_rolling as reference_rolling
-from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, reference, token_prefill
+from sparse_kernels.token_prefill import ListedAttention, TokenRule, draw_probes, reference, token_prefill
 from sparse_kernels.token_prefill.tokens import choose_tokens
 from support.prefill import Prefill, make_prefill
 
@@ -86,23 +86,23 @@ def inputs(case: Case) -> tuple[Prefill, Softmax]:
     return replace(prefill, batch=batch, cache=cache), Softmax(case.head_size**-0.5, case.softcap, sinks)
 
 
-def flash_attention(kept: KeptAttention) -> None:
+def flash_attention(listed: ListedAttention) -> None:
     """FlashAttention 3 as vLLM builds it, over pages of one token."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
-        return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
+        return None if scale is None else scale.expand(len(listed.counts), listed.keys.shape[2])
 
     flash_attn_varlen_func(
-        q=kept.query, k=kept.keys, v=kept.values, out=kept.output, cu_seqlens_q=kept.query_start,
-        max_seqlen_q=kept.max_query_tokens, seqused_k=kept.counts, max_seqlen_k=kept.max_seq_tokens,
-        softmax_scale=kept.softmax.scale, causal=True, softcap=kept.softmax.softcap, block_table=kept.rows,
-        fa_version=3, s_aux=kept.softmax.sink_logits, q_descale=by_head(kept.query_scale),
-        k_descale=by_head(kept.key_scale), v_descale=by_head(kept.value_scale), num_splits=1,
+        q=listed.query, k=listed.keys, v=listed.values, out=listed.output, cu_seqlens_q=listed.query_start,
+        max_seqlen_q=listed.max_query_tokens, seqused_k=listed.counts, max_seqlen_k=listed.max_seq_tokens,
+        softmax_scale=listed.softmax.scale, causal=True, softcap=listed.softmax.softcap, block_table=listed.rows,
+        fa_version=3, s_aux=listed.softmax.sink_logits, q_descale=by_head(listed.query_scale),
+        k_descale=by_head(listed.key_scale), v_descale=by_head(listed.value_scale), num_splits=1,
     )  # fmt: skip
 
 
-def attention(name: str) -> Callable[[KeptAttention], None] | None:
+def attention(name: str) -> Callable[[ListedAttention], None] | None:
     if name == "triton":
         return None
     interface = pytest.importorskip("vllm.vllm_flash_attn.flash_attn_interface")
@@ -117,7 +117,10 @@ def checked(error: torch.Tensor, expected: torch.Tensor, eight_bits: bool) -> No
     assert bool((error.norm(dim=-1) <= allowed * expected.float().norm(dim=-1)).all())
 
 
-@pytest.mark.parametrize(("kernel", "form"), [("triton", "attend"), ("triton", "zero"), ("FlashAttention 3", "zero")])
+@pytest.mark.parametrize(
+    ("kernel", "form"),
+    [(kernel, form) for kernel in ("triton", "FlashAttention 3") for form in ("attend", "zero")],
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_gpu_equals_the_reference(case: Case, kernel: str, form: Literal["attend", "zero"]) -> None:
     from sparse_kernels.token_prefill import triton
@@ -150,7 +153,7 @@ def test_the_gpu_equals_the_reference(case: Case, kernel: str, form: Literal["at
 
     expected = torch.zeros_like(output)
     if form == "attend":
-        reference.attend_all(batch, cache, softmax, kept, rule.local_tokens, expected)
+        reference.attend_all(batch, cache, softmax, kept, rule, expected)
     else:
         reference.attend_kept(batch, cache, softmax, kept, expected)
     checked(output.float() - expected.float(), expected, case.eight_bits and kernel != "triton")
@@ -172,34 +175,54 @@ def test_a_choice_does_not_depend_on_width_or_device() -> None:
         assert torch.equal(kept.important.cpu(), expected.important)
 
 
-@pytest.mark.parametrize("rule", [RULE, replace(RULE, others="zero")], ids=["attend", "zero"])
-def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch, rule: TokenRule) -> None:
+BOTH_FORMS = pytest.mark.parametrize("rule", [RULE, replace(RULE, others="zero")], ids=["attend", "zero"])
+BOTH_KERNELS = pytest.mark.parametrize("kernel", ["triton", "FlashAttention 3"])
+
+
+@BOTH_KERNELS
+@BOTH_FORMS
+def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch, rule: TokenRule, kernel: str) -> None:
     prefill, softmax = inputs(CASES["ragged, padded"])
-    output = prefill.output()
-    token_prefill(prefill.batch, prefill.cache, softmax, rule, output)
+    output, attend = prefill.output(), attention(kernel)
+    token_prefill(prefill.batch, prefill.cache, softmax, rule, output, attend=attend)
     for request in (0, 2, 5):
         alone = prefill.alone(request)
         single = alone.output()
-        token_prefill(alone.batch, alone.cache, softmax, rule, single)
+        token_prefill(alone.batch, alone.cache, softmax, rule, single, attend=attend)
         assert torch.equal(single, output[prefill.chunks[request]])
     monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr("sparse_kernels.token_prefill.triton.listed.LISTED_AT_ONCE", 1)
     one_by_one = prefill.output()
-    token_prefill(prefill.batch, prefill.cache, softmax, rule, one_by_one)
+    token_prefill(prefill.batch, prefill.cache, softmax, rule, one_by_one, attend=attend)
     assert torch.equal(one_by_one, output)
 
 
-@pytest.mark.parametrize("rule", [RULE, replace(RULE, others="zero")], ids=["attend", "zero"])
-def test_the_host_does_not_wait(rule: TokenRule) -> None:
+@BOTH_KERNELS
+@BOTH_FORMS
+def test_the_host_does_not_wait(rule: TokenRule, kernel: str) -> None:
     prefill, softmax = inputs(CASES["ragged, padded"])
-    output = prefill.output()
+    output, attend = prefill.output(), attention(kernel)
     arguments = prefill.batch, prefill.cache, softmax, rule, output
-    token_prefill(*arguments)
+    token_prefill(*arguments, attend=attend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        token_prefill(*arguments)
+        token_prefill(*arguments, attend=attend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("local_tokens", [64, 16384])
+def test_scratch_fits_what_an_engine_reserves(local_tokens: int) -> None:
+    """See `start_up._TOKEN_SCRATCH`."""
+    prefill, softmax = inputs(Case(((131072, 8192),), num_kv_heads=1, group=32))
+    output = prefill.output()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rule = replace(RULE, tau=0.99, local_tokens=local_tokens)
+    token_prefill(prefill.batch, prefill.cache, softmax, rule, output, attend=attention("FlashAttention 3"))
+    assert torch.cuda.max_memory_allocated() - before <= 300 * 2**20
 
 
 WINDOW = RollingWindow(sink_tokens=4, cache_tokens=516, whole_tokens=516)

@@ -6,8 +6,8 @@ from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.token_prefill import (
-    KeptAttention,
     KeptTokens,
+    ListedAttention,
     PrefillSizes,
     Scratch,
     TokenRule,
@@ -23,6 +23,7 @@ from support.prefill import (
     Prefill,
     attention_beside,
     attention_within,
+    is_near,
     make_prefill,
     papers_tokens,
     rows_of,
@@ -101,9 +102,11 @@ def test_every_query_attends_to_t_and_to_its_newest_tokens(shape, special):
         context = len(given[1])
         tokens = tokens_of(kept, request)
         assert tokens == tokens_of(kept_as_published, request) | set(range(min(4, context)))
-        exact, rounded = (attention_beside(*given, tokens, 8, softmax, d) for d in (torch.float64, torch.float32))
+        exact, rounded = (
+            attention_beside(*given, tokens, ATTENDING, softmax, d) for d in (torch.float64, torch.float32)
+        )
         assert_as_accurate(output[chunk], exact, rounded)
-        some_left_out |= len(tokens) < context - 8
+        some_left_out |= len(tokens) < context - ATTENDING.local_tokens - ATTENDING.tile_tokens
     assert some_left_out
     assert output[prefill.chunks[-1].stop :].eq(0).all()
 
@@ -111,14 +114,15 @@ def test_every_query_attends_to_t_and_to_its_newest_tokens(shape, special):
 EDGES = [(length, chunk) for length in (63, 64, 65, 127, 128, 129) for chunk in (1, 62, 63)]
 
 
+@pytest.mark.parametrize("tile_tokens", [1, 64])
 @pytest.mark.parametrize("local_tokens", [1, 63, 64, 65, 1000])
-def test_the_newest_tokens_of_a_query_are_counted_from_its_own_position(local_tokens):
+def test_the_queries_of_a_tile_share_the_newest_tokens_of_its_first_position(local_tokens, tile_tokens):
     prefill = make_prefill(EDGES, num_kv_heads=1)
-    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens)
+    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens, tile_tokens=tile_tokens)
     output, kept = run(prefill, rule)
     for request, chunk in enumerate(prefill.chunks):
         given = prefill.batch.query[chunk], prefill.keys[request], prefill.values[request], tokens_of(kept, request)
-        exact, rounded = (attention_beside(*given, local_tokens, SOFTMAX, d) for d in (torch.float64, torch.float32))
+        exact, rounded = (attention_beside(*given, rule, SOFTMAX, d) for d in (torch.float64, torch.float32))
         assert_as_accurate(output[chunk], exact, rounded)
 
 
@@ -176,8 +180,8 @@ def test_pairs_that_attend_are_counted(rule, local_tokens):
         for row in range(context - chunk, context):
             dense += row + 1
             for column in range(row + 1):
-                is_near = row - column < local_tokens
-                attend += column in tokens and row in tokens if rule.others == "zero" else column in tokens or is_near
+                near = is_near(row, column, rule)
+                attend += column in tokens and row in tokens if rule.others == "zero" else column in tokens or near
     assert attended_pairs(kept, prefill.batch, rule).tolist() == [attend, dense]
 
 
@@ -228,6 +232,7 @@ def test_packed_keys_are_read_page_by_page():
         (TokenRule(random_probes=-1), "random_probes: got -1, allowed: at least 0"),
         (TokenRule(dense_tokens=-1), "dense_tokens: got -1, allowed: at least 0"),
         (TokenRule(local_tokens=0), "local_tokens: got 0, allowed: at least 1"),
+        (TokenRule(tile_tokens=0), "tile_tokens: got 0, allowed: at least 1"),
         (TokenRule(sink_tokens=-1), "sink_tokens: got -1, allowed: at least 0"),
         (TokenRule(others="rows"), "others: got 'rows', allowed: attend or zero"),
     ],
@@ -265,6 +270,25 @@ def triton_run(
     output = prefill.output()
     kept = triton.token_prefill(prefill.batch, prefill.cache, softmax, rule, output, None, attend, scratch)
     return output, kept
+
+
+def paged_flash_attention(listed: ListedAttention) -> None:
+    """The attention of a kernel with pages of one token and a causal mask aligned at the bottom right."""
+    group = listed.query.shape[1] // listed.keys.shape[2]
+    starts = listed.query_start.tolist()
+    for request, count in enumerate(listed.counts.tolist()):
+        queries = slice(starts[request], starts[request + 1])
+        assert queries.stop - queries.start <= listed.max_query_tokens
+        assert count <= listed.max_seq_tokens
+        rows = listed.rows[request, :count].long()
+        keys, values = (
+            paged[rows, 0].repeat_interleave(group, dim=1).float() for paged in (listed.keys, listed.values)
+        )
+        query = listed.query[queries].float()
+        logits = torch.einsum("qhd,khd->hqk", query, keys) * listed.softmax.scale
+        mask = torch.ones(len(query), count, dtype=torch.bool).tril(diagonal=count - len(query))
+        weights = logits.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        listed.output[queries] = torch.einsum("hqk,khd->qhd", weights, values).to(listed.output.dtype)
 
 
 def triton_sums(prefill: Prefill, rule: TokenRule, softmax: Softmax) -> torch.Tensor:
@@ -331,20 +355,22 @@ def test_triton_equals_the_reference(make, given, special):
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("tile_tokens", [1, 64, 100])
 @pytest.mark.parametrize("local_tokens", [1, 63, 64, 65, 1000])
-def test_triton_counts_the_newest_tokens_from_each_position(local_tokens):
-    edges = [(length, chunk) for length in (63, 64, 65, 128, 129) for chunk in (1, 63)]
-    edges += [(length, chunk) for length in (193, 200) for chunk in (64, 65, 129)]
-    prefill = make_prefill(edges, num_kv_heads=1)
-    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens)
+def test_lists_hold_the_tokens_of_a_tile(local_tokens, tile_tokens):
+    """With another kernel in the place of the attention, so that every edge is cheap."""
+    edges = [(length, chunk) for length in (63, 64, 65, 128, 129) for chunk in (1, 2, 63)] + [(0, 0)]
+    edges += [(length, chunk) for length in (193, 200) for chunk in (64, 65, 129)] + [(70, 0)]
+    prefill = make_prefill(edges, num_kv_heads=1, padding=3)
+    rule = replace(ATTENDING, tau=0.5, local_tokens=local_tokens, tile_tokens=tile_tokens)
     expected, expected_kept = run(prefill, rule)
-    output, kept = triton_run(prefill, rule)
+    output, kept = triton_run(prefill, rule, attend=paged_flash_attention)
     assert torch.equal(kept.positions, expected_kept.positions)
     error = (output.float() - expected.float()).norm(dim=-1)
-    assert (error <= 2**-7 * expected.float().norm(dim=-1)).all()
+    assert (error <= 2**-8 * expected.float().norm(dim=-1)).all()
 
 
-def without_unread_values(prefill: Prefill, kept: KeptTokens, local_tokens: int) -> Prefill:
+def without_unread_values(prefill: Prefill, kept: KeptTokens, rule: TokenRule) -> Prefill:
     """The same requests with garbage in place of the values that no query attends to."""
     keys, values = prefill.cache.keys, prefill.cache.values
     # Keys and values share their memory.
@@ -354,8 +380,9 @@ def without_unread_values(prefill: Prefill, kept: KeptTokens, local_tokens: int)
     unread = 0
     for request, chunk in enumerate(prefill.chunks):
         context = int(prefill.batch.seq_lens[request])
-        window = context - (chunk.stop - chunk.start) - local_tokens + 1
-        for position in sorted(set(range(max(0, window))) - tokens_of(kept, request)):
+        first = context - (chunk.stop - chunk.start)
+        unseen = [column for column in range(first) if not is_near(first, column, rule)]
+        for position in sorted(set(unseen) - tokens_of(kept, request)):
             block = int(prefill.batch.block_table[request, position // block_tokens])
             page, token = divmod(position % block_tokens, values.page_size)
             view[block, :, page, 0, token] = torch.nan
@@ -371,7 +398,7 @@ def test_values_that_no_query_attends_to_are_not_read(form):
     prefill = make_prefill([(120, 31), (200, 7)])
     attend = run if form == "reference" else triton_run
     expected, kept = attend(prefill, ATTENDING)
-    output, _ = attend(without_unread_values(prefill, kept, ATTENDING.local_tokens), ATTENDING)
+    output, _ = attend(without_unread_values(prefill, kept, ATTENDING), ATTENDING)
     assert torch.equal(output, expected)
 
 
@@ -386,40 +413,25 @@ def test_a_request_has_its_bits_in_every_batch_on_a_gpu(monkeypatch, rule):
         assert tokens_of(kept_alone, 0) == tokens_of(kept, request)
     # Two requests at once.
     monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 2 * prefill.batch.max_seq_tokens)
+    monkeypatch.setattr("sparse_kernels.token_prefill.triton.listed.LISTED_AT_ONCE", 1)
     in_parts, kept_in_parts = triton_run(prefill, rule)
     assert torch.equal(in_parts, output)
     assert torch.equal(kept_in_parts.positions, kept.positions)
     assert torch.equal(kept_in_parts.counts, kept.counts)
 
 
-def paged_flash_attention(kept: KeptAttention) -> None:
-    """The attention of a kernel with pages of one token and a causal mask aligned at the bottom right."""
-    group = kept.query.shape[1] // kept.keys.shape[2]
-    starts = kept.query_start.tolist()
-    for request, count in enumerate(kept.counts.tolist()):
-        queries = slice(starts[request], starts[request + 1])
-        assert queries.stop - queries.start <= kept.max_query_tokens
-        assert count <= kept.max_seq_tokens
-        rows = kept.rows[request, :count].long()
-        keys, values = (paged[rows, 0].repeat_interleave(group, dim=1).float() for paged in (kept.keys, kept.values))
-        query = kept.query[queries].float()
-        logits = torch.einsum("qhd,khd->hqk", query, keys) * kept.softmax.scale
-        mask = torch.ones(len(query), count, dtype=torch.bool).tril(diagonal=count - len(query))
-        weights = logits.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-        kept.output[queries] = torch.einsum("hqk,khd->qhd", weights, values).to(kept.output.dtype)
-
-
 @pytest.mark.usefixtures("interpreted")
-def test_attention_within_t_may_be_another_kernels():
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_attention_to_lists_may_be_another_kernels(rule):
     prefill = make_prefill(RAGGED, padding=2)
-    expected, _ = run(prefill)
+    expected, _ = run(prefill, rule)
     calls = []
 
-    def attend(kept: KeptAttention) -> None:
-        calls.append(kept)
-        paged_flash_attention(kept)
+    def attend(listed: ListedAttention) -> None:
+        calls.append(listed)
+        paged_flash_attention(listed)
 
-    output, _ = triton_run(prefill, attend=attend)
+    output, _ = triton_run(prefill, rule, attend=attend)
     assert len(calls) == 1
     error = (output.float() - expected.float()).norm(dim=-1)
     assert (error <= 2**-8 * expected.float().norm(dim=-1)).all()

@@ -15,7 +15,7 @@ BLOCKS = [
     "rows._ungroup_with_sinks",
 ]  # fmt: skip
 """Kernels of block-sparse prefill."""
-PREFILL = ("sums._probe_sums", "sums._join_sums", "sums._column_sums", "kept._attend_kept", "rows._attend_all")
+PREFILL = ("sums._probe_sums", "sums._join_sums", "sums._column_sums", "listed._attend_listed")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
 COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
 MASKED = {
@@ -188,8 +188,8 @@ def compiled(code: str, *arguments: str) -> int:
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
-    # The kernels of sums are the same in both forms.
-    of_prefill = 3 * (len(PREFILL) + 3) + (len(KINDS) + 2) * len(BLOCKS)
+    # Three head sizes, two forms.
+    of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, of_rolling = 4, 6, 8
     expected = of_decode + of_rows + of_several + of_prefill + of_rolling + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected

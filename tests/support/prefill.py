@@ -132,19 +132,25 @@ def attention_within(
     return attention_of(query, key, value, torch.tensor(seen), softmax, dtype)
 
 
+def is_near(row: int, column: int, rule: TokenRule) -> bool:
+    """Whether a token is among the newest tokens of a query's tile: those of its first position, and the later ones."""
+    first_of_tile = row - row % rule.tile_tokens
+    return first_of_tile - column < rule.local_tokens
+
+
 def attention_beside(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     tokens: set[int],
-    local_tokens: int,
+    rule: TokenRule,
     softmax: Softmax,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Attention of every query to the keys and values in T and to its newest tokens, token by token."""
+    """Attention of every query to the keys and values in T and to those near it, token by token."""
     context, chunk = len(key), len(query)
     seen = [
-        [column <= row and (column in tokens or row - column < local_tokens) for column in range(context)]
+        [column <= row and (column in tokens or is_near(row, column, rule)) for column in range(context)]
         for row in range(context - chunk, context)
     ]
     return attention_of(query, key, value, torch.tensor(seen), softmax, dtype)
@@ -187,4 +193,4 @@ def tokens_of(kept: KeptTokens, request: int) -> set[int]:
 
 SMALL_RULE = TokenRule(tau=0.8, recent_probes=8, random_probes=8, others="zero", sink_tokens=0)
 """The published form: queries outside T have an output of zero."""
-ATTENDING = replace(SMALL_RULE, others="attend", local_tokens=8, sink_tokens=4)
+ATTENDING = replace(SMALL_RULE, others="attend", local_tokens=8, tile_tokens=16, sink_tokens=4)

@@ -14,7 +14,7 @@ import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import BlockRule, Tiles, VarlenAttention, plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
-from sparse_kernels.token_prefill import KeptAttention, TokenRule, attended_pairs, draw_probes, token_prefill
+from sparse_kernels.token_prefill import ListedAttention, TokenRule, attended_pairs, draw_probes, token_prefill
 
 PromptRule = BlockRule | TokenRule
 """Key blocks that tiles choose, or important tokens of a layer."""
@@ -48,8 +48,8 @@ class PromptKernels(NamedTuple):
 
     blocks: VarlenAttention | None = None
     """Attends over virtual sequences."""
-    tokens: Callable[[KeptAttention], None] | None = None
-    """Attends to kept tokens."""
+    tokens: Callable[[ListedAttention], None] | None = None
+    """Attends to lists of tokens."""
 
 
 def reads_less(rule: PromptRule, context_tokens: int) -> bool:

@@ -9,9 +9,10 @@ import torch
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import reference
+from sparse_kernels.token_prefill.lists import ListedAttention
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import Scratch
-from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens
+from sparse_kernels.token_prefill.tokens import KeptTokens
 
 
 def token_prefill(
@@ -22,7 +23,7 @@ def token_prefill(
     output: torch.Tensor,
     *,
     probes: torch.Tensor | None = None,
-    attend: Callable[[KeptAttention], None] | None = None,
+    attend: Callable[[ListedAttention], None] | None = None,
     scratch: Scratch | None = None,
 ) -> KeptTokens:
     """Attends to the important tokens of each context (ZipVL, arXiv 2410.08584).
@@ -38,8 +39,9 @@ def token_prefill(
        the chunk's last token, which predicts the next one. With tau = 1, or with n at most `rule.dense_tokens`, T is
        every token and the output is that of dense attention.
     4. *Attention*. If `rule.others` is `attend`, every query attends causally to the keys and values in T and to those
-       of its newest `rule.local_tokens` tokens, itself included. If it is `zero` (Alg. 1 of the paper), queries in T
-       attend causally to the keys and values in T, and the outputs of all other queries are zero.
+       of its newest `rule.local_tokens` tokens at least, itself included; see `TokenRule.window_start`. If it is `zero`
+       (Alg. 1 of the paper), queries in T attend causally to the keys and values in T, and the outputs of all other
+       queries are zero.
 
     **Chunks.** A chunk is a separate prefill whose context is everything before it. Only its own queries are available
     as probe rows. T is chosen again from all n tokens, including tokens that an earlier chunk dropped. Tokens from
@@ -58,8 +60,7 @@ def token_prefill(
         output: where to write, `[num_tokens, num_query_heads, head_size]`, bfloat16 or float16 (on a CPU also
             float32), contiguous in its last dimension.
         probes: the result of `draw_probes` for this batch and rule, which layers of a step may share; None to draw.
-        attend: with `zero`, runs step 4 on a GPU in place of this package's Triton kernel, for example FlashAttention
-            3.
+        attend: runs step 4 on a GPU in place of this package's Triton kernel, for example FlashAttention 3.
         scratch: memory for the GPU's launches; None to allocate it.
 
     Returns:

@@ -33,7 +33,7 @@ def token_prefill(
     sums = column_sums(batch, cache, softmax, probes)
     kept = choose_tokens(sums, probes, batch, rule)
     if rule.others == "attend":
-        attend_all(batch, cache, softmax, kept, rule.local_tokens, output)
+        attend_all(batch, cache, softmax, kept, rule, output)
     else:
         attend_kept(batch, cache, softmax, kept, output)
     return kept
@@ -94,9 +94,9 @@ def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: Kep
 
 
 def attend_all(
-    batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, local_tokens: int, output: torch.Tensor
+    batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, rule: TokenRule, output: torch.Tensor
 ) -> None:
-    """Attends with every query to the tokens in T before it and to its newest `local_tokens` tokens."""
+    """Attends with every query to the tokens in T before it and to the tokens of its window."""
     group = batch.group_size(cache.num_kv_heads)
     for request in range(batch.num_requests):
         length, start, end = int(batch.seq_lens[request]), *batch.query_start[request : request + 2].tolist()
@@ -107,8 +107,8 @@ def attend_all(
             of_head = slice(head * group, (head + 1) * group)
             keys, values = _keys_and_values(batch, cache, request, head, every)
             for rows in every[length - (end - start) :].split(_QUERIES_AT_ONCE):
-                distance = rows[:, None] - every
-                seen = (distance >= 0) & (kept.mask[request, :length] | (distance < local_tokens))
+                is_near = every >= rule.window_start(rows)[:, None]
+                seen = (every <= rows[:, None]) & (kept.mask[request, :length] | is_near)
                 columns = seen.any(dim=0).nonzero()[:, 0]
                 tokens = end - length + rows
                 query = _scaled(batch, batch.query[tokens, of_head])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 
 @dataclass(frozen=True)
 class TokenRule:
@@ -27,7 +29,10 @@ class TokenRule:
     others: Literal["attend", "zero"] = "attend"
     """What queries outside T do."""
     local_tokens: int = 64
-    """Newest tokens that each query attends to besides T, itself included; only with `attend`."""
+    """Newest tokens that each query attends to at least, besides T, itself included; only with `attend`."""
+    tile_tokens: int = 128
+    """Positions of a tile, whose queries attend to one list of tokens; only with `attend`. A context begins with a
+    tile."""
     sink_tokens: int = 4
     """First tokens of a context that are always in T."""
 
@@ -35,6 +40,17 @@ class TokenRule:
     def num_probes(self) -> int:
         """Largest number of probe rows of a chunk."""
         return self.recent_probes + self.random_probes
+
+    def window_start(self, position: torch.Tensor) -> torch.Tensor:
+        """Returns where the window of a query begins. With `attend`, the query attends to all tokens from there on.
+
+        The queries of a tile share the window of the tile's first position. A query therefore attends to its newest
+        `local_tokens` tokens, and to up to `tile_tokens - 1` tokens before them.
+
+        Args:
+            position: positions of queries, any shape, integer.
+        """
+        return (position // self.tile_tokens * self.tile_tokens + 1 - self.local_tokens).clamp(min=0)
 
     def check(self) -> None:
         """Raises ValueError unless the rule keeps a token, and each query attends to itself."""
@@ -45,6 +61,7 @@ class TokenRule:
             ("random_probes", self.random_probes, 0),
             ("dense_tokens", self.dense_tokens, 0),
             ("local_tokens", self.local_tokens, 1),
+            ("tile_tokens", self.tile_tokens, 1),
             ("sink_tokens", self.sink_tokens, 0),
         ):
             if got < least:

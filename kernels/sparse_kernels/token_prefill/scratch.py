@@ -14,6 +14,9 @@ determines the order of additions, which must not depend on the batch."""
 _TOKENS_AT_ONCE = 1 << 20
 """Most context tokens whose attention is sorted at the same time; about 60 bytes each."""
 
+LISTED_AT_ONCE = 1 << 24
+"""Most entries of the lists of tokens that exist at the same time; 4 bytes each."""
+
 
 @dataclass(frozen=True)
 class PrefillSizes:

@@ -1,4 +1,4 @@
-"""Chooses the tokens that a layer keeps and gathers them, on any device, without waiting for the host."""
+"""Chooses the tokens that a layer keeps, on any device, without waiting for the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.batch import PrefillBatch
 from sparse_kernels.token_prefill.rule import TokenRule
 
 _STEPS = float(1 << 40)
@@ -29,6 +29,15 @@ class KeptTokens:
     important: torch.Tensor
     """`[num_requests]` int32, the paper's p (Eq. 7). A small p means concentrated attention."""
 
+    def before(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Returns the number of tokens in T of some requests before some positions, int64.
+
+        Args:
+            request: integer, indices of requests.
+            position: integer, at most `max_seq_tokens`; of a shape that can be broadcast with `request`.
+        """
+        return torch.nn.functional.pad(self.mask.cumsum(dim=1), (1, 0))[request, position]
+
     @classmethod
     def join(cls, parts: list[KeptTokens]) -> KeptTokens:
         """Returns the tokens of the requests of all parts."""
@@ -40,43 +49,6 @@ class KeptTokens:
             torch.cat([part.counts for part in parts]),
             torch.cat([part.important for part in parts]),
         )
-
-
-@dataclass(frozen=True)
-class KeptAttention:
-    """Causal attention of the queries in T to the keys and values in T.
-
-    The cache appears as pages of one token, and a table says where the tokens of T are. Attention kernels that support
-    such pages (FlashAttention 3) need nothing else. The queries of a chunk are the last tokens of T, so a causal mask
-    aligned at the bottom right matches the positions.
-    """
-
-    query: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]` contiguous: the queries in T by request, then undefined rows."""
-    query_start: torch.Tensor
-    """`[num_requests + 1]` int32, where the queries of each request begin, then the end of the last request's."""
-    keys: torch.Tensor
-    """`[num_rows, 1, num_kv_heads, head_size]`, a view of the cache whose rows overlap."""
-    values: torch.Tensor
-    """As the keys."""
-    rows: torch.Tensor
-    """`[num_requests, max_seq_tokens]` int32, the rows of the tokens in T in order, then 0."""
-    counts: torch.Tensor
-    """`[num_requests]` int32, tokens in T."""
-    max_query_tokens: int
-    """Largest number of queries of a request."""
-    max_seq_tokens: int
-    """Largest number of tokens in T."""
-    softmax: Softmax
-    """How logits become weights."""
-    query_scale: torch.Tensor | None
-    """One float32: a float8 query times this is the query."""
-    key_scale: torch.Tensor | None
-    """One float32: a float8 key times this is the key."""
-    value_scale: torch.Tensor | None
-    """One float32: a float8 value times this is the value."""
-    output: torch.Tensor
-    """Where to write, of the query's shape, contiguous, float16 or bfloat16."""
 
 
 def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch, rule: TokenRule) -> KeptTokens:
@@ -115,7 +87,7 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
         mask = torch.zeros_like(exists).scatter_(1, best, position < important[:, None])
         mask |= exists & (position < rule.sink_tokens)
         mask |= position == lengths - 1
-    positions, counts = _in_a_row(mask)
+    positions, counts = in_a_row(mask)
     return KeptTokens(mask, positions, counts, important.int())
 
 
@@ -148,17 +120,16 @@ def attended_pairs(kept: KeptTokens, batch: PrefillBatch, rule: TokenRule) -> to
     position = torch.arange(kept.mask.shape[1], device=kept.mask.device)
     lengths, chunks = batch.seq_lens.long()[:, None], batch.query_lens.long()[:, None]
     is_query = (position >= lengths - chunks) & (position < lengths)
-    until = kept.mask.cumsum(dim=1)
     if rule.others == "zero":
-        pairs = torch.where(kept.mask, until, 0)
+        pairs = torch.where(kept.mask, kept.mask.cumsum(dim=1), 0)
     else:
-        # Tokens in T before a query's newest tokens, and these.
-        before = torch.nn.functional.pad(until, (rule.local_tokens, 0))[:, : len(position)]
-        pairs = before + (position + 1).clamp(max=rule.local_tokens)
+        window = rule.window_start(position)
+        request = torch.arange(len(kept.mask), device=position.device)[:, None]
+        pairs = kept.before(request, window) + position + 1 - window
     return torch.stack([torch.where(is_query, pairs, 0).sum(), torch.where(is_query, position + 1, 0).sum()])
 
 
-def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the positions where each row of a mask is set, ascending and then -1, and their number; int32."""
     height, width = mask.shape
     place = mask.cumsum(dim=1)
@@ -168,33 +139,3 @@ def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     position = torch.arange(width, dtype=torch.int32, device=mask.device).expand(height, -1)
     positions.scatter_(1, torch.where(mask, place - 1, width), position)
     return positions[:, :width].contiguous(), counts
-
-
-@dataclass(frozen=True)
-class KeptQueries:
-    """The query tokens of a batch that are in T."""
-
-    mask: torch.Tensor
-    """`[num_tokens]` bool."""
-    tokens: torch.Tensor
-    """`[num_tokens]` int64, the tokens of the mask in order, then undefined entries."""
-    places: torch.Tensor
-    """`[num_tokens]` int64, the index of each token of the mask in `tokens`; undefined for other tokens."""
-    starts: torch.Tensor
-    """`[num_requests + 1]` int32, where the tokens of each request begin, then the end of the last request's."""
-
-
-def kept_queries(kept: KeptTokens, batch: PrefillBatch) -> KeptQueries:
-    """Finds the query tokens of a batch that are in T."""
-    token = torch.arange(batch.num_tokens, device=kept.mask.device)
-    start = batch.query_start.long()
-    # The first and the last bound limit the batch's part; other requests may be before and after it.
-    request = torch.searchsorted(start, token, right=True) - 1
-    present = (request >= 0) & (request < batch.num_requests)
-    request = request.clamp(0, batch.num_requests - 1)
-    position = batch.seq_lens.long()[request] - (start[request + 1] - token)
-    mask = kept.mask[request, position.clamp(0, kept.mask.shape[1] - 1)] & present & (position >= 0)
-    tokens, _ = _in_a_row(mask[None])
-    before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(dim=0)])
-    starts = before[start.clamp(max=batch.num_tokens)]
-    return KeptQueries(mask, tokens[0].clamp(min=0).long(), (before[1:] - 1).clamp(min=0), (starts - starts[0]).int())

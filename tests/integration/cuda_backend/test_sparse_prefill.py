@@ -7,7 +7,7 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, scratch_bytes
-from sparse_kernels.token_prefill import KeptAttention, TokenRule
+from sparse_kernels.token_prefill import ListedAttention, TokenRule
 from support.cuda_layer import GROUP, HEADS, SCALE, SCALES, SIZE, common_metadata, plan_of, run
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
@@ -159,12 +159,12 @@ def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, e
     query, sinks = torch.zeros(6, HEADS * GROUP, SIZE), torch.zeros(HEADS * GROUP)
     rows = torch.zeros(2, 40, dtype=torch.int32)
     scale = torch.ones(1) if eight_bits else None
-    kept = KeptAttention(
+    kept = ListedAttention(
         query, torch.tensor([0, 3, 6], dtype=torch.int32), torch.zeros(90, 1, HEADS, SIZE),
         torch.zeros(90, 1, HEADS, SIZE), rows, torch.tensor([20, 30], dtype=torch.int32), 5, 40,
         Softmax(SCALE, 3.0, sinks), scale, scale, scale, torch.empty_like(query),
     )  # fmt: skip
-    flash.attend_kept(kept)
+    flash.attend_listed(kept)
     for name, tensor in {
         "q": query, "k": kept.keys, "v": kept.values, "out": kept.output, "cu_seqlens_q": kept.query_start,
         "seqused_k": kept.counts, "block_table": rows, "s_aux": sinks,

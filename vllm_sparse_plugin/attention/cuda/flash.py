@@ -6,35 +6,35 @@ from typing import Any
 
 import torch
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences
-from sparse_kernels.token_prefill import KeptAttention
+from sparse_kernels.token_prefill import ListedAttention
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 
-def attend_kept(kept: KeptAttention) -> None:
-    """Runs vLLM's FlashAttention 3 over the kept tokens, as pages of one token."""
+def attend_listed(listed: ListedAttention) -> None:
+    """Runs vLLM's FlashAttention 3 over lists of tokens, as pages of one token."""
 
     def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
-        return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
+        return None if scale is None else scale.expand(len(listed.counts), listed.keys.shape[2])
 
     fa_utils.flash_attn_varlen_func(
-        q=kept.query,
-        k=kept.keys,
-        v=kept.values,
-        out=kept.output,
-        cu_seqlens_q=kept.query_start,
-        max_seqlen_q=kept.max_query_tokens,
-        seqused_k=kept.counts,
-        max_seqlen_k=kept.max_seq_tokens,
-        softmax_scale=kept.softmax.scale,
+        q=listed.query,
+        k=listed.keys,
+        v=listed.values,
+        out=listed.output,
+        cu_seqlens_q=listed.query_start,
+        max_seqlen_q=listed.max_query_tokens,
+        seqused_k=listed.counts,
+        max_seqlen_k=listed.max_seq_tokens,
+        softmax_scale=listed.softmax.scale,
         causal=True,
-        softcap=kept.softmax.softcap,
-        block_table=kept.rows,
+        softcap=listed.softmax.softcap,
+        block_table=listed.rows,
         fa_version=3,
-        s_aux=kept.softmax.sink_logits,
-        q_descale=by_head(kept.query_scale),
-        k_descale=by_head(kept.key_scale),
-        v_descale=by_head(kept.value_scale),
+        s_aux=listed.softmax.sink_logits,
+        q_descale=by_head(listed.query_scale),
+        k_descale=by_head(listed.key_scale),
+        v_descale=by_head(listed.value_scale),
         # With more pieces the result would depend on the batch.
         num_splits=1,
     )

@@ -25,7 +25,7 @@ from vllm_sparse_plugin.attention.base import (
     SparseImpl,
 )
 from vllm_sparse_plugin.attention.cuda.choose import choose_pages
-from vllm_sparse_plugin.attention.cuda.flash import attend_kept, varlen_attention
+from vllm_sparse_plugin.attention.cuda.flash import attend_listed, varlen_attention
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages, DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
@@ -187,9 +187,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)
         kernels = PromptKernels()
         if query.is_cuda:
-            # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel. It also does
-            # where all queries attend.
-            by_token = attend_kept if self.vllm_flash_attn_version == 3 else None
+            # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel.
+            by_token = attend_listed if self.vllm_flash_attn_version == 3 else None
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
         for part in rounds:
             batch = part.prompts.batch(query[part.tokens], scale)

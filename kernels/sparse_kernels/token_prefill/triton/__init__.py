@@ -11,12 +11,12 @@ import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.token_prefill.lists import ListedAttention
 from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
-from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choose_tokens
-from sparse_kernels.token_prefill.triton.kept import attend_among_kept, attend_kept
-from sparse_kernels.token_prefill.triton.rows import attend_all
+from sparse_kernels.token_prefill.tokens import KeptTokens, choose_tokens
+from sparse_kernels.token_prefill.triton.listed import attend_all, attend_among_kept, attend_listed
 from sparse_kernels.token_prefill.triton.sums import attention_sums, launch_sums
 
 __all__ = ["attention_sums", "launch_sums", "token_prefill"]
@@ -29,7 +29,7 @@ def token_prefill(
     rule: TokenRule,
     output: torch.Tensor,
     probes: torch.Tensor | None,
-    attend: Callable[[KeptAttention], None] | None,
+    attend: Callable[[ListedAttention], None] | None,
     scratch: Scratch | None,
 ) -> KeptTokens:
     """See `api.token_prefill`."""
@@ -48,8 +48,8 @@ def token_prefill(
         sums = launch_sums(part, cache, softmax, probes[first:last], scratch)
         kept = choose_tokens(sums, probes[first:last], part, rule)
         if rule.others == "attend":
-            attend_all(part, cache, softmax, kept, rule.local_tokens, output)
+            attend_all(part, cache, softmax, kept, rule, attend or attend_listed, output)
         else:
-            attend_among_kept(part, cache, softmax, kept, attend or attend_kept, scratch, output)
+            attend_among_kept(part, cache, softmax, kept, attend or attend_listed, scratch, output)
         parts.append(kept)
     return KeptTokens.join(parts)
