@@ -103,7 +103,7 @@ class ZipVLPrefill(Section):
     """What the other tokens do: `attend` to the important tokens and their newest tokens, or have an output of `zero`,
     as published."""
     local_tokens: Annotated[int, Field(ge=1, le=1 << 16)] = 64
-    """Newest tokens that each token attends to besides the important ones, itself included; only with `attend`."""
+    """Newest tokens that each token attends to at least (up to 127 more), itself included; only with `attend`."""
     sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
     """First tokens of a context that are always important: the attention sinks."""
     recent_probes: Annotated[int, Field(ge=1, le=4096)] = 64
