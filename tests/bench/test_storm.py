@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -128,6 +129,22 @@ def test_the_end_of_a_storm_ends_requests_that_wait():
     assert {status for statuses in row["statuses"].values() for status in statuses} == {"hung up"}
     assert sum(row["requests"].values()) <= 3
     assert row["failed"] == {}
+
+
+def test_a_request_that_connects_after_the_end_does_not_wait(monkeypatch):
+    connect = HTTPConnection.connect
+
+    def connect_after_the_end(connection):
+        attackers.stop()
+        connect(connection)
+
+    monkeypatch.setattr(HTTPConnection, "connect", connect_after_the_end)
+    monkeypatch.setattr("bench.robustness.storm.load._SECONDS", 1)
+    over = threading.Event()
+    with server(lambda handler: over.wait()) as port:
+        attackers = Hostile(port, requests(), 1, 1)
+        assert attackers.send(Request("dense", "/", b"{}")) == "hung up"
+        over.set()
 
 
 def test_a_server_that_takes_too_long_is_late(monkeypatch):

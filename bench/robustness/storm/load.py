@@ -107,6 +107,10 @@ class Hostile:
             with self._lock:
                 self._open.add(connection)
             try:
+                connection.connect()
+                # `stop` has not ended a connection that did not exist yet.
+                if self._end.is_set():
+                    return "hung up"
                 connection.request("POST", request.path, request.body, {"Content-Type": "application/json"})
                 with connection.getresponse() as reply:
                     lines = 0
