@@ -301,6 +301,15 @@ def test_two_processes_do_not_write_one_folder(tmp_path):
     fetch_toy(folder)
 
 
+@pytest.mark.usefixtures("copied")
+def test_a_file_system_without_locks_takes_a_model(monkeypatch, tmp_path):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    fetch_toy(tmp_path / "there" / "toy")
+
+
 @pytest.fixture
 def loaded(monkeypatch):
     """What transformers would load of weights in GGUF's format: marked as quantized, with a tokenizer without `bos`."""

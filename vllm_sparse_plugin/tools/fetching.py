@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import io
 import json
@@ -23,7 +22,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.caches import user_cache
 from vllm_sparse_plugin.tools.endings import UNWRITABLE
 from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.files import can_be_made, sha256_of
+from vllm_sparse_plugin.tools.files import can_be_made, sha256_of, try_lock
 from vllm_sparse_plugin.tools.models import explain_load, quiet_transformers
 
 ORIGIN = "ORIGIN"
@@ -205,12 +204,10 @@ def _explain_writing(folder: Path) -> Iterator[None]:
 def _locked(part: Path, folder: Path) -> Iterator[None]:
     """Lock the folder of incomplete files. Later calls continue from them."""
     with (part / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             raise ConfigurationError(
                 f"output: got {str(folder)!r}, which another process is writing, allowed: one process at a time"
-            ) from None
+            )
         try:
             yield
         finally:

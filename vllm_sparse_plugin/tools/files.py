@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import fcntl
 import hashlib
 import json
 import os
@@ -170,3 +171,20 @@ def _value(text: str) -> Any:
         except UnicodeEncodeError:
             raise _SurrogateError("a lone surrogate, which is half a character") from None
     return value
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed.
+
+    File systems without locks, such as some network mounts, give no protection.
+
+    Returns:
+        False if another process holds the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import shlex
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.files import try_lock
 from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.reports import Report
 
@@ -72,15 +72,11 @@ def writing_alone(path: Path, option: str) -> Iterator[None]:
     if not is_new and not path.is_file():
         check_output(path, option)
     with open_output(path, option, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             raise ConfigurationError(
                 f"{option}: got {str(path)!r}, which another run is writing, allowed: another file, or this one when "
                 "that run has ended"
-            ) from None
-        except OSError:
-            pass  # no locks in this file system
+            )
         try:
             yield
         finally:
