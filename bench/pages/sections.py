@@ -60,6 +60,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "decode-gpu": serving.decode_gpu,
     "decode-steps": serving.decode_steps,
     "loads": serving.loads,
+    "loads-of-presets": serving.loads_of_presets,
     "decode-routed": serving.decode_routed,
     "decode-stopping": serving.decode_stopping,
     "lossless-adaptive": serving.lossless_adaptive,

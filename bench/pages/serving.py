@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
@@ -111,25 +112,56 @@ def decode_steps() -> Block:
 
 def loads() -> Block:
     """Time per token of batches of unlike requests, by server. Each server was measured with its rival in one run."""
-    lines, sources = [], sorted((H200 / "loads").glob("*.jsonl"))
-    for path in sources:
+    lines, sources = [], []
+    for path, times in _load_files():
+        sources.append(path)
+        for (length, load), found in times.items():
+            dense, sparse = found["flash_attn"], found["unique"]
+            server = [_machine(path), f"{length:,}", _described(load)]
+            lines.append([*server, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"])
+    headings = ["GPU", "`max_model_len`", "requests", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
+    return Block(table(headings, lines), sources)
+
+
+def loads_of_presets() -> Block:
+    """Time per token of other presets as a share of dense attention's, measured on the same host."""
+    runs = list(_load_files())
+    found_names = (name for _, times in runs for found in times.values() for name in found)
+    names = [name for name in dict.fromkeys(found_names) if name not in ("flash_attn", "unique")]
+    lines, sources = [], []
+    for path, times in runs:
+        for (length, load), found in times.items():
+            if not found.keys().isdisjoint(names):
+                dense = found["flash_attn"]
+                shares = [f"{found[name] / dense:.2f}" if name in found else "" for name in names]
+                lines.append([_machine(path), f"{length:,}", _described(load), f"{dense:.2f}", *shares])
+                sources.append(path)
+    headings = ["GPU", "`max_model_len`", "requests", "FlashAttention 3, ms", *(f"`{name}`" for name in names)]
+    return Block(table(headings, lines), list(dict.fromkeys(sources)))
+
+
+def _load_files() -> Iterator[tuple[Path, dict[tuple[int, str], dict[str, float]]]]:
+    """Yields each file of `loads` with the times of variants by `max_model_len` and load."""
+    for path in sorted(RESULTS.glob("*/loads/*.jsonl")):
         times: dict[tuple[int, str], dict[str, float]] = {}
         for row in read_run(path).rows:
             if row.get("ms_per_token"):
                 times.setdefault((row["max_model_len"], row["load"]), {})[row["variant"]] = row["ms_per_token"]
-        for (length, load), found in times.items():
-            dense, sparse = found["flash_attn"], found["unique"]
-            described = ", ".join(map(_described, load.split("+")))
-            lines.append([f"{length:,}", described, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"])
-    headings = ["`max_model_len`", "requests", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
-    return Block(table(headings, lines), sources)
+        yield path, times
 
 
-def _described(part: str) -> str:
-    """Describes requests of a load: `1x128K:dense` is `1 of 128K (dense)`."""
-    shape, _, argument = part.partition(":")
-    count, _, context = shape.partition("x")
-    return f"{count} of {context}{f' ({argument})' if argument else ''}"
+def _machine(path: Path) -> str:
+    return path.parts[-3].upper()
+
+
+def _described(load: str) -> str:
+    """Describes the requests of a load: `8x32K+1x128K:dense` is `8 of 32K, 1 of 128K (dense)`."""
+    parts = []
+    for part in load.split("+"):
+        shape, _, argument = part.partition(":")
+        count, _, context = shape.partition("x")
+        parts.append(f"{count} of {context}{f' ({argument})' if argument else ''}")
+    return ", ".join(parts)
 
 
 def decode_routed() -> Block:
