@@ -167,6 +167,12 @@ def test_the_readme_fits_a_few_screens_and_helps_in_the_first():
         assert help_in_it in first
 
 
+def test_no_merge_left_its_conflicts():
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    pages = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
+    assert [path.name for path in pages if marks.search(path.read_text())] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_lines_can_be_read(path):
     long = [(number, len(line)) for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) >= 200]
