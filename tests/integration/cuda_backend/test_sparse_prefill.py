@@ -159,15 +159,15 @@ def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, e
     query, sinks = torch.zeros(6, HEADS * GROUP, SIZE), torch.zeros(HEADS * GROUP)
     rows = torch.zeros(2, 40, dtype=torch.int32)
     scale = torch.ones(1) if eight_bits else None
-    kept = ListedAttention(
+    listed = ListedAttention(
         query, torch.tensor([0, 3, 6], dtype=torch.int32), torch.zeros(90, 1, HEADS, SIZE),
         torch.zeros(90, 1, HEADS, SIZE), rows, torch.tensor([20, 30], dtype=torch.int32), 5, 40,
         Softmax(SCALE, 3.0, sinks), scale, scale, scale, torch.empty_like(query),
     )  # fmt: skip
-    flash.attend_listed(kept)
+    flash.attend_listed(listed)
     for name, tensor in {
-        "q": query, "k": kept.keys, "v": kept.values, "out": kept.output, "cu_seqlens_q": kept.query_start,
-        "seqused_k": kept.counts, "block_table": rows, "s_aux": sinks,
+        "q": query, "k": listed.keys, "v": listed.values, "out": listed.output, "cu_seqlens_q": listed.query_start,
+        "seqused_k": listed.counts, "block_table": rows, "s_aux": sinks,
     }.items():  # fmt: skip
         assert asked[name] is tensor
     assert (asked["max_seqlen_q"], asked["max_seqlen_k"], asked["fa_version"], asked["num_splits"]) == (5, 40, 3, 1)
