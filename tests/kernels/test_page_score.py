@@ -142,6 +142,18 @@ def triton_scores(
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_few_triton_programs_score_many_pages(monkeypatch):
+    from sparse_kernels.page_score import triton
+
+    batch = make_batch([1000, 8, 7, 1029], 2, 64, kind="bounds")
+    query = torch.randn(4, 2, 4, 64).bfloat16()
+    expected = triton_scores(batch, query, 0.0, batch.num_pages)
+    for programs in (1, 16):
+        monkeypatch.setattr(triton, "_PROGRAMS", programs)
+        assert torch.equal(triton_scores(batch, query, 0.0, batch.num_pages), expected)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("statistics", "num_kv_heads", "group_size", "head_size"),
     [("int8", 2, 4, 64), ("fp8", 1, 3, 96), ("bf16", 2, 1, 64)],

@@ -1,7 +1,9 @@
 """Scores pages on a GPU for the kinds of statistics that the CUDA kernels do not score.
 
-One program scores a run of pages for one token and KV head. The grid follows from the width of the block table, and
-lengths are read on the device, so a CUDA graph may hold the launch.
+A program scores runs of pages for one token and KV head. The grid follows from the number of rows and the width of the
+block table, and lengths are read on the device, so a CUDA graph may hold the launch. Block tables are as wide as the
+longest context that a server allows. Many rows therefore have few programs each, and no program without a run of pages
+costs much.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.page_statistics import PageStatistics
 
 _PAGES = 64
-"""Pages of a program: their vectors fill the registers of a few warps."""
+"""Pages of a run: their vectors fill the registers of a few warps."""
+_PROGRAMS = 8192
+"""Programs of a launch that scores more runs of pages than this: several times what a GPU runs at once."""
 
 
 @triton.jit
@@ -55,46 +59,46 @@ def _page_score(
         count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
     if skipped_ptr is not None:
         count = tl.where(tl.load(skipped_ptr + row) != 0, 0, count)
-    first = tl.program_id(1) * PAGES
-    if first >= count:
-        return
     head = (row % num_kv_heads).to(tl.int64)
-    page = first + tl.arange(0, PAGES)
-    exists = page < count
-    block = tl.load(table_ptr + request.to(tl.int64) * table_stride + page // PAGES_PER_BLOCK, mask=exists, other=0).to(
-        tl.int64
-    )
-    within = page % PAGES_PER_BLOCK
-    record = vectors_ptr + block * vectors_strides[0] + head * vectors_strides[1] + within * vectors_strides[2]
     dim = tl.arange(0, DIMS)
     real = dim < HEAD_SIZE
-    best = tl.full((PAGES,), float("-inf"), tl.float32)
-    # The heads of a group read the same vectors; all but the first find them in the nearest cache.
-    for g in range(GROUP):
-        query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
-        query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)
-        features = FEATURES(query, std_weight)
-        products = ()
-        for v in tl.static_range(VECTORS):
-            place = record[:, None] + v * HEAD_SIZE + dim[None, :]
-            vector = tl.load(place, mask=exists[:, None] & real[None, :], other=0.0).to(tl.float32)
-            product = tl.sum(vector * features[v][None, :], axis=1)
-            if scales_ptr is not None:
-                scale = scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
-                product *= tl.load(scale + v, mask=exists, other=0.0).to(tl.float32)
-            products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
-        if COMBINE is not None:
-            score = COMBINE(products)
-        else:
-            score = products[0]  # type: ignore[misc]
-            for v in tl.static_range(1, VECTORS):
-                score += products[v]
-        if spread_ptr is not None:
-            spread = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
-            norm = std_weight * tl.sqrt_rn(tl.sum(query * query, axis=0))
-            score += norm * tl.load(spread, mask=exists, other=0.0).to(tl.float32)
-        best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(scores_ptr + row.to(tl.int64) * scores_stride + page, best.to(tl.bfloat16), mask=exists)
+    for first in range(tl.program_id(1) * PAGES, count, tl.num_programs(1) * PAGES):
+        page = first + tl.arange(0, PAGES)
+        exists = page < count
+        block = tl.load(
+            table_ptr + request.to(tl.int64) * table_stride + page // PAGES_PER_BLOCK, mask=exists, other=0
+        ).to(tl.int64)
+        within = page % PAGES_PER_BLOCK
+        record = vectors_ptr + block * vectors_strides[0] + head * vectors_strides[1] + within * vectors_strides[2]
+        best = tl.full((PAGES,), float("-inf"), tl.float32)
+        # The heads of a group read the same vectors; all but the first find them in the nearest cache.
+        for g in range(GROUP):
+            query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
+            query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)
+            features = FEATURES(query, std_weight)
+            products = ()
+            for v in tl.static_range(VECTORS):
+                place = record[:, None] + v * HEAD_SIZE + dim[None, :]
+                vector = tl.load(place, mask=exists[:, None] & real[None, :], other=0.0).to(tl.float32)
+                product = tl.sum(vector * features[v][None, :], axis=1)
+                if scales_ptr is not None:
+                    scale = (
+                        scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
+                    )
+                    product *= tl.load(scale + v, mask=exists, other=0.0).to(tl.float32)
+                products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
+            if COMBINE is not None:
+                score = COMBINE(products)
+            else:
+                score = products[0]  # type: ignore[misc]
+                for v in tl.static_range(1, VECTORS):
+                    score += products[v]
+            if spread_ptr is not None:
+                spread = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
+                norm = std_weight * tl.sqrt_rn(tl.sum(query * query, axis=0))
+                score += norm * tl.load(spread, mask=exists, other=0.0).to(tl.float32)
+            best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(scores_ptr + row.to(tl.int64) * scores_stride + page, best.to(tl.bfloat16), mask=exists)
 
 
 def launch_scores(
@@ -108,8 +112,9 @@ def launch_scores(
     """See `cuda.launch_scores`."""
     kind, num_kv_heads = statistics.kind, statistics.vectors.shape[1]
     scales, spread = statistics.scales, statistics.spread
-    width = batch.block_table.shape[1] * statistics.pages_per_block
-    _page_score[(batch.num_tokens * num_kv_heads, triton.cdiv(width, _PAGES))](
+    rows = batch.num_tokens * num_kv_heads
+    runs = triton.cdiv(batch.block_table.shape[1] * statistics.pages_per_block, _PAGES)
+    _page_score[(rows, min(runs, max(1, _PROGRAMS // rows)))](
         batch.query,
         statistics.vectors,
         scales,
