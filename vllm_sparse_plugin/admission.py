@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _Expect = Callable[[bool, str, Any, str], None]
 """Notes or raises a refusal: whether something holds, the field, the value and the allowed values."""
 
-_SKETCHED_HEADS = (64, 128, 256)
-"""Sizes of heads whose sketches have passed their tests on a GPU."""
 CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention requires block sizes that are multiples of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
@@ -338,9 +336,6 @@ def _expect_cuda_shapes(
         layout = selector.statistics_layout(head_size, 2)
         served = layout is None or layout.kind.runs_on_gpu
         expect(served, "selection.policy", selector.name(), "one whose page statistics have a Triton form, on a GPU")
-        sketched = layout is None or layout.format != "int2" or head_size in _SKETCHED_HEADS
-        expect(sketched, "selection.statistics", f"sketch with heads of {head_size}",
-               f"quarters or int8, or heads of {choices(map(str, _SKETCHED_HEADS))}")  # fmt: skip
         shape = DecodeShape(
             group,
             head_size,
