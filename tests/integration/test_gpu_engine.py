@@ -151,7 +151,8 @@ def test_a_coverage_finds_needles_and_serves_every_kind_beside_it(questions: lis
         sampling = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, extra_args=kind) for kind in mix]
         return [tuple(out.outputs[0].token_ids) for out in llm.generate(asked, sampling, use_tqdm=False)]
 
-    with engine(additional_config=settings) as llm:
+    # A hit of the prefix cache computes fewer tokens of the prompt at once, which rounds differently.
+    with engine(additional_config=settings, enable_prefix_caching=False) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.9
         read, seen = count_totals()["vllm_sparse_kv_read_share"]
         assert 0 < read < seen
