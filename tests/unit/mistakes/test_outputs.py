@@ -56,7 +56,7 @@ def test_an_output_that_cannot_be_written(run, monkeypatch, case, place):
         Path("full.png").symlink_to(place)  # pictures are named so
     place = {"/dev/full": "full.png", "missing/file": "missing/file.png"}.get(place, "there.png")
     # This is checked before anything is measured.
-    monkeypatch.setattr(endings, "open_console", lambda: pytest.fail("it began"))
+    monkeypatch.setattr(endings.Console, "print", lambda *_, **_options: pytest.fail("it began"))
     before = sorted(path.name for path in Path().iterdir())
     said = sentence_of(run(*command, f"--{option}", place))
     assert said.startswith(f"{option}: got {place!r} ("), said
