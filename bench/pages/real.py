@@ -12,7 +12,9 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, 
 
 _REAL = RESULTS / "h200" / "real"
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
-SERVED, SERVED_UNIQUE, SERVED_EVERY = (_REAL / f"{name}.jsonl" for name in ("served", "served_unique", "served_every"))
+SERVED, SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES = (
+    _REAL / f"{name}.jsonl" for name in ("served", "served_unique", "served_every", "served_policies")
+)
 """Served text, each file with dense attention in other batches."""
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
@@ -69,6 +71,12 @@ SETTINGS = {
     "snapkv-1024": "`snapkv`",
     "snapkv_paper-1024": "`snapkv_paper`",
 }
+TEXTS = {
+    "essay_7700": "essays of 7,700 tokens",
+    "code_7700": "code of 7,700 tokens",
+    "essay_4000": "essays of 4,000 tokens",
+}
+_ORDER = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
 _SCORES = RESULTS / "cpu-2core" / "page-scores"
 COVERAGES = {
     "SmolLM2-135M-Instruct": _SCORES / "smollm2-135m_quarters.jsonl",
@@ -181,6 +189,29 @@ def served() -> Block:
                 lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
     headings = ["setting", "same next token as dense", "changed beyond dense in other batches", "more nats per token"]
     return Block(table(headings, lines), [SERVED_UNIQUE, SERVED])
+
+
+def policies() -> Block:
+    """What vLLM decodes of texts with each policy and budget, beside dense attention in other batches."""
+    rows, lines = _rows(SERVED_POLICIES), []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        if setting == _AGAIN:
+            continue
+        name, budget = setting.rsplit("-", 1)
+        shares = (row["kv_read_share"] for row in rows if (row["setting"], row["text"]) == (setting, "essay_7700"))
+        cells = []
+        for text in TEXTS:
+            found = [row for row in rows if row["text"] == text]
+            cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
+        lines.append(
+            (int(budget), _ORDER.index(name), [f"`{name}`", f"{int(budget):,}", f"{_mean(shares):.1%}", *cells])
+        )
+    noise = [
+        1 - _mean(row["agreement"] for row in rows if (row["setting"], row["text"]) == (_AGAIN, text)) for text in TEXTS
+    ]
+    dense = ["dense in other batches: all changes", "", "", *(f"{share:.1%}" for share in noise)]
+    headings = ["policy", "tokens", "KV read", *TEXTS.values()]
+    return Block(table(headings, [dense, *(line for *_, line in sorted(lines))]), [SERVED_POLICIES])
 
 
 def anchors() -> Block:

@@ -34,6 +34,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-answers": real.answers,
     "real-routing": real.routing,
     "real-served": real.served,
+    "real-policies": real.policies,
     "real-ruler": real.ruler,
     "real-anchors": real.anchors,
     "real-coverages": real.coverages,

@@ -159,6 +159,14 @@ def settings() -> list[tuple[str, str, dict]]:
     return found
 
 
+def test_backends_of_the_pages_exist():
+    lines = [(name_of(path), line) for path in PAGES for line in code_lines(path)]
+    named = [(page, line, name) for page, line in lines for name in re.findall(r"--attention-backend[ =](\w+)", line)]
+    assert len(named) > 20
+    for page, line, name in named:
+        assert name.upper() in {*BACKENDS, "FLASH_ATTN", "BACKEND"}, f"{page}: {line}"
+
+
 def test_the_readme_fits_a_few_screens_and_helps_in_the_first():
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
