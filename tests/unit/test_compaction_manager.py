@@ -24,6 +24,9 @@ MOVING = Retention(False, 40, None, 4, 0)
 SLIDING = Retention(True, 40, None, 4, 0)
 FALLING = Retention(False, None, 0.2, 4, 100, pyramid=Pyramid(20.0, 2))
 """Layers share a fifth of each prompt unequally: two groups of two layers."""
+REPEATING = replace(MOVING, every=24)
+"""48 tokens in whole blocks, again after each 24 tokens."""
+FALLING_AND_REPEATING = Retention(False, 60, None, 4, 0, pyramid=Pyramid(20.0, 2), every=40)
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
 WORDS = [(number * 7919) % 5000 for number in range(4000)]
 
@@ -118,9 +121,10 @@ class Pool:
         prompt, own = request.num_prompt_tokens, set()
         for group, retention in enumerate(self.retentions):
             if retention.moves(prompt, BLOCK):
-                first = len(retention.left_out(prompt, prompt + 1, BLOCK))
-                own |= set(self.table(request, group)[first : prompt // BLOCK])
-        return own
+                first = len(retention.first_left_out(prompt, BLOCK))
+                end = prompt // BLOCK if retention.every is None else None
+                own |= set(self.table(request, group)[first:end])
+        return own - {0}
 
 
 def test_blocks_come_back_at_the_second_decode_step_and_positions_stay(freed):
@@ -156,6 +160,41 @@ def test_a_window_moves_on(freed):
     pool.manager.free(request)
     assert pool.free == pool.all
     assert freed["requests"] == 1
+
+
+@pytest.mark.parametrize("prompt", [20, 500])
+@pytest.mark.parametrize("chunk", [1, 50])
+def test_an_eviction_finds_what_the_step_before_it_read(prompt, chunk, freed):
+    """A step moves tokens when it begins, out of all blocks that the step before it left."""
+    pool = Pool(REPEATING)
+    request = pool.request("a", WORDS[:prompt])
+    pool.run(request, 0)
+    begun = request.num_computed_tokens
+    if chunk > 1:
+        # As after a preemption, outputs are computed again in chunks.
+        request.append_output_token_ids([11] * 600)
+    before = pool.retention.left_out(prompt, begun, BLOCK)
+    held = []
+    for _ in range(600 // chunk):
+        pool.step(request, chunk)
+        assert 0 not in pool.table(request)[before.stop :]
+        before = pool.retention.left_out(prompt, begun + 1, BLOCK)
+        begun = request.num_computed_tokens
+        held.append(sum(block > 0 for block in pool.table(request)))
+    # Three blocks, the tokens of a distance and of two steps, and incomplete blocks.
+    assert max(held[len(held) // 2 :]) <= 3 + -(-(24 + 2 * chunk) // BLOCK) + 2
+    assert freed["requests"] == 1
+    pool.manager.free(request)
+    assert pool.free == pool.all
+
+
+def test_a_short_prompt_is_shared_up_to_the_first_eviction():
+    pool = Pool(REPEATING)
+    # The first eviction, at 48 + 24 tokens, keeps the three blocks from 16 on.
+    first, again = (pool.request(name, WORDS[:40]) for name in "ab")
+    assert pool.run(first, 100) == 0
+    assert pool.run(again, 1) == 16
+    assert not pool.own(again) & pool.tables(first)
 
 
 def test_steps_in_flight_keep_what_they_read():
@@ -274,10 +313,10 @@ def test_a_prompt_that_keeps_everything_is_vllms_own():
         assert 0 not in pool.table(first) + pool.table(again)
 
 
-@pytest.mark.parametrize("retention", [MOVING, SLIDING, FALLING])
+@pytest.mark.parametrize("retention", [MOVING, SLIDING, FALLING, REPEATING, FALLING_AND_REPEATING])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retention, caching):
-    """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each of six storms."""
+    """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each of ten storms."""
     pool, draw = Pool(retention, 120, caching), random.Random(repr(retention))
     running: list[Request] = []
     written: dict[int, int] = {}

@@ -90,3 +90,45 @@ def test_a_hit_ends_before_the_blocks_that_are_written_again(retention):
         assert hit * BLOCK < prompt
         if retention.moves(prompt, BLOCK):
             assert hit <= prompt // BLOCK - retention.kept_blocks(prompt, BLOCK)
+
+
+def repeating(every: int, least: int = 0, budget: int = 100) -> Retention:
+    return replace(moving(budget, least=least), every=every)
+
+
+@pytest.mark.parametrize("every", [16, 40, 128, 1000])
+@pytest.mark.parametrize("least", [0, 300])
+def test_evictions_follow_at_equal_distances_for_the_whole_life_of_a_request(every, least):
+    """100 tokens are 7 blocks of 16. The cache never holds more than they, two distances, and incomplete blocks."""
+    retention = repeating(every, least)
+    for prompt in (1, 90, 112, 113, 290, 500, 511):
+        begin = max(prompt, 7 * BLOCK, least)
+        for context in range(prompt + 1, 1500):
+            left_out = retention.left_out(prompt, context, BLOCK)
+            evictions = range(begin, context, every)
+            assert left_out == range(evictions[-1] // BLOCK - 7 if evictions else 0)
+            assert left_out.stop <= retention.left_out(prompt, context + 1, BLOCK).stop
+            if context > begin + every:
+                assert retention.held_blocks(prompt, context, BLOCK) <= 7 + -(-every // BLOCK) + 1
+
+
+def test_a_prompt_within_the_budget_is_evicted_from_at_the_budget_and_the_distance():
+    retention = repeating(128)
+    assert retention.left_out(50, 112 + 128, BLOCK) == range(0)
+    assert retention.left_out(50, 112 + 128 + 1, BLOCK) == range(8)
+    assert retention.left_out(300, 300, BLOCK) == range(0)
+    assert retention.left_out(300, 301, BLOCK) == moving().left_out(300, 301, BLOCK)
+
+
+@pytest.mark.parametrize("every", [16, 40, 128])
+def test_no_eviction_writes_blocks_that_requests_share(every):
+    retention = repeating(every, least=50)
+    for prompt in range(1, 500):
+        written = {
+            left_out.stop
+            for context in range(prompt + 1, 1200)
+            if (left_out := retention.left_out(prompt, context, BLOCK))
+        }
+        assert retention.moves(prompt, BLOCK)
+        assert min(written) * BLOCK == retention.shared_tokens(prompt, BLOCK) >= BLOCK
+        assert retention.longest_hit(prompt, BLOCK) == min(prompt - 1, min(written) * BLOCK)

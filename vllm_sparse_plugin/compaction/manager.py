@@ -62,9 +62,11 @@ class _Running(NamedTuple):
 
     prompt_tokens: int
     """P when the request got its first blocks."""
-    began_at: int | None
-    """Tokens processed before the first step that reads only kept blocks; None before this step."""
-    freed_until: int
+    processed: int = 0
+    """Tokens computed by finished steps."""
+    before: int = 0
+    """Tokens computed before the latest of these steps."""
+    freed_until: int = 0
     """End of the blocks that are freed."""
 
 
@@ -121,17 +123,16 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if num_prompt_tokens is None or request_id not in self.req_to_blocks:
             return
         running, processed = self._running_of(request_id, num_prompt_tokens), processed_computed_tokens
-        if processed < running.prompt_tokens:
-            return
+        if processed > running.processed:
+            running = running._replace(before=running.processed, processed=processed)
+            self._running[request_id] = running
         retention = self.kv_cache_spec.retention
-        if running.began_at is None:
-            running = self._running[request_id] = running._replace(began_at=processed)
-        assert running.began_at is not None
-        # The first step after the prompt may still read the tokens that it moves. After a preemption, the step that
-        # ends the prompt may continue into the output. This first step then begins at the end of that step.
-        if not retention.slides and processed <= running.began_at:
+        # A step may still read the tokens that it moves when it begins, and no step after it reads them. The latest
+        # finished step began at `before`.
+        context = processed if retention.slides else running.before + 1
+        if context < running.prompt_tokens + (not retention.slides):
             return
-        left_out = retention.left_out(running.prompt_tokens, processed, self.block_size)
+        left_out = retention.left_out(running.prompt_tokens, context, self.block_size)
         first = max(left_out.start, running.freed_until)
         if left_out.stop <= first:
             return
@@ -154,7 +155,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
 
     def _running_of(self, request_id: str, prompt_tokens: int) -> _Running:
         """Returns the record of a request. P of a running request does not grow."""
-        return self._running.setdefault(request_id, _Running(prompt_tokens, None, 0))
+        return self._running.setdefault(request_id, _Running(prompt_tokens))
 
 
 def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:

@@ -32,11 +32,11 @@ class Pyramid:
 
 @dataclass(frozen=True)
 class Retention:
-    """What the layers of one class keep of a request after its prompt has been computed."""
+    """What the layers of one class keep of a request."""
 
     slides: bool
-    """Whether the window slides: the kept blocks are the first and the newest ones. Otherwise kept prompt tokens move
-    into the prompt's last full blocks, and decoded tokens stay."""
+    """Whether the window slides: the kept blocks are the first and the newest ones. Otherwise kept tokens move into the
+    last full blocks of the prompt, or of the context at an eviction, and later tokens stay."""
     budget_tokens: int | None
     """Tokens kept; None if `budget_ratio` is set."""
     budget_ratio: float | None
@@ -44,7 +44,7 @@ class Retention:
     sink_tokens: int
     """First tokens of the context, which are always kept."""
     min_context_tokens: int
-    """Shortest prompt that gives blocks back; with a sliding window, the shortest context."""
+    """Shortest prompt that gives blocks back; with a sliding window or `every`, the shortest context."""
     reserved_tokens: int = 0
     """Tokens that are always kept besides the sinks."""
     share: float = 1.0
@@ -53,6 +53,8 @@ class Retention:
     """How layers share the budget; None for equal budgets."""
     counts_every_query: bool = False
     """Whether the kept tokens depend on queries of the whole prompt. The prompt then uses no prefix cache."""
+    every: int | None = None
+    """Tokens between the evictions of a request; None for one eviction, at the end of the prompt."""
 
     def budget(self, prompt_tokens: int) -> int:
         """Returns the number of kept prompt tokens: at least one more than those always kept."""
@@ -81,6 +83,9 @@ class Retention:
 
         The range never shrinks while a context grows: later tokens do not read these blocks either.
 
+        With `every`, evictions begin where the prompt has ended and the context has `min_context_tokens` and fills the
+        kept blocks. They follow after every `every` tokens. Each leaves the kept blocks and the incomplete last block.
+
         Args:
             prompt_tokens: P.
             context_tokens: tokens up to and including the token.
@@ -92,20 +97,38 @@ class Retention:
                 return range(first, first)
             window = self.budget(prompt_tokens) - self.sink_tokens
             return range(first, max(first, (context_tokens - window) // block_size))
+        kept = self.kept_blocks(prompt_tokens, block_size)
+        if self.every is not None:
+            begin = self._first_eviction(prompt_tokens, block_size)
+            rounds = (context_tokens - 1 - begin) // self.every
+            return range((begin + rounds * self.every) // block_size - kept if rounds >= 0 else 0)
         if prompt_tokens < self.min_context_tokens:
             return range(0)
-        return range(max(0, prompt_tokens // block_size - self.kept_blocks(prompt_tokens, block_size)))
+        return range(max(0, prompt_tokens // block_size - kept))
+
+    def _first_eviction(self, prompt_tokens: int, block_size: int) -> int:
+        """Returns the tokens of a context at its first eviction, which may find nothing to give back."""
+        return max(prompt_tokens, self.kept_blocks(prompt_tokens, block_size) * block_size, self.min_context_tokens)
+
+    def first_left_out(self, prompt_tokens: int, block_size: int) -> range:
+        """Returns what `left_out` is after the first eviction that gives blocks back; empty if there is none."""
+        if self.every is None:
+            return self.left_out(prompt_tokens, prompt_tokens + 1, block_size)
+        begin = self._first_eviction(prompt_tokens, block_size)
+        least = (self.kept_blocks(prompt_tokens, block_size) + 1) * block_size
+        rounds = max(0, -(-(least - begin) // self.every))
+        return self.left_out(prompt_tokens, begin + rounds * self.every + 1, block_size)
 
     def moves(self, prompt_tokens: int, block_size: int) -> bool:
-        """Returns whether tokens of a prompt move. They need blocks that no other request reads."""
-        return not self.slides and len(self.left_out(prompt_tokens, prompt_tokens + 1, block_size)) > 0
+        """Returns whether tokens of a prompt ever move. They need blocks that no other request reads."""
+        return not self.slides and len(self.first_left_out(prompt_tokens, block_size)) > 0
 
     def shared_tokens(self, prompt_tokens: int, block_size: int) -> int:
         """Returns the number of first tokens whose blocks other requests may share. These blocks are never written
-        again, and hold keys and values of a dense prompt."""
+        again, and hold keys and values of dense attention."""
         if not self.moves(prompt_tokens, block_size):
             return prompt_tokens
-        return len(self.left_out(prompt_tokens, prompt_tokens + 1, block_size)) * block_size
+        return len(self.first_left_out(prompt_tokens, block_size)) * block_size
 
     def longest_hit(self, prompt_tokens: int, block_size: int) -> int:
         """Returns the largest number of prompt tokens that may come from shared blocks."""
