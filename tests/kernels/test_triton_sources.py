@@ -18,6 +18,7 @@ BLOCKS = [
 PREFILL = ("sums._probe_sums", "sums._join_sums", "sums._column_sums", "listed._attend_listed")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
 COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
+EVICTION = ("_add_votes", "_newest_similar", "_mean_similarity", "_move_in_place", "_write_queries")
 MASKED = {
     "0.5": [
         *OF_SCORES,
@@ -60,7 +61,7 @@ triton.runtime.driver.set_active(Driver())
 from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, triton as compaction
+from sparse_kernels.compaction import CompactionRule, LayerCaches, held_triton as evictions, triton as compaction
 from sparse_kernels.multi_token_decode import triton as several
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
@@ -132,7 +133,7 @@ for kind, head_size, rule in shapes:
         lambda *given: torch.zeros(4, 512), torch.zeros_like(query), torch.zeros(8, 2).long(),
     )
 
-for place in sys.argv[3:]:
+for place in sys.argv[4:]:
     module, name = place.split(".")
     module = importlib.import_module(f"{prefill.__name__}.{module}")
     setattr(module, name, Compile(getattr(module, name)))
@@ -154,6 +155,18 @@ for dtype in (torch.bfloat16, torch.uint8):
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 256).to(dtype), 8)
     compaction.move_tokens(kept, torch.zeros(5).int(), 2, cache)
     prefill.attention_sums(batch, cache, Softmax(0.1), torch.zeros(2, 32).int())
+for name in sys.argv[3].split():
+    setattr(evictions, name, Compile(getattr(evictions, name)))
+# Triton has no such floats before compute capability 8.9.
+eight_bits = torch.bfloat16 if sys.argv[1] == "80" else torch.float8_e4m3fn
+for head_size, dtype in ((64, eight_bits), (96, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)):
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).to(dtype), 8, None, *[torch.ones(1)] * 2)
+    caches, kept = LayerCaches((cache, cache)), torch.zeros(2, 8, 128).long()
+    table, query = torch.zeros(5).int(), torch.zeros(2, 8, 32, head_size).to(dtype)
+    evictions.add_votes(torch.zeros(2, 8, 200), query, 192, table, caches, Softmax(0.1, 20.0), torch.ones(2))
+    evictions.mean_similarity(table, 200, caches)
+    evictions.move_in_place(kept, table, 1, caches)
+    evictions.write_queries(query[0], torch.zeros(8).int(), query[0].clone())
 rolling._attend = Compile(rolling._attend)
 for head_size in (64, 96, 128, 256):
     for queries, softcap in ((1, 0.0), (500, 20.0)):
@@ -192,7 +205,8 @@ def test_compiles(architecture: str) -> None:
     of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, of_rolling = 4, 6, 8
     expected = of_decode + of_rows + of_several + of_prefill + of_rolling + 2 * len(COMPACTION)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
+    expected += 4 * len(EVICTION)
+    assert compiled(CODE, architecture, " ".join(BLOCKS), " ".join(EVICTION), *PREFILL) == expected
 
 
 OF_TRAINING = (

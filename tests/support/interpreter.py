@@ -20,6 +20,7 @@ def interpret_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         import sparse_kernels.block_prefill.triton
+        import sparse_kernels.compaction.held_triton
         import sparse_kernels.compaction.triton
         import sparse_kernels.masked_attention.triton
         import sparse_kernels.multi_token_decode.triton

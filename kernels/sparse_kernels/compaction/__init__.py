@@ -1,4 +1,4 @@
-"""Moves the important tokens of a prompt into a few of its blocks. The other blocks can be given back."""
+"""Moves the important tokens of a context into a few of its blocks. The other blocks can be given back."""
 
 from sparse_kernels.compaction.api import (
     ROWS_AT_ONCE,
@@ -8,14 +8,32 @@ from sparse_kernels.compaction.api import (
     compact_prompt,
     voting_rows,
 )
+from sparse_kernels.compaction.held import (
+    HeldBlocks,
+    LayerCaches,
+    add_votes_of_layers,
+    keep_tokens,
+    mixed_scores,
+    random_votes,
+    redundancy,
+)
+from sparse_kernels.compaction.ring import QueryRing
 from sparse_kernels.compaction.rule import CompactionRule
 
 __all__ = [
     "ROWS_AT_ONCE",
     "CompactionRule",
+    "HeldBlocks",
+    "LayerCaches",
     "ObservationWindow",
     "PromptBlocks",
+    "QueryRing",
     "add_votes",
+    "add_votes_of_layers",
     "compact_prompt",
+    "keep_tokens",
+    "mixed_scores",
+    "random_votes",
+    "redundancy",
     "voting_rows",
 ]

@@ -1,4 +1,4 @@
-"""The rule for keeping tokens of a prompt."""
+"""The rule for keeping tokens."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ from sparse_kernels.token_prefill import TokenRule
 
 @dataclass(frozen=True)
 class CompactionRule:
-    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
+    """Which tokens are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584; R-KV, arXiv
+    2505.24133)."""
 
     window_tokens: int
-    """Newest tokens of the prompt. They vote, and they are kept."""
+    """Newest tokens. They vote, and they are kept."""
     pool_tokens: int
     """The score of a token is the largest vote among this many tokens around it, an odd number."""
     sink_tokens: int
-    """First tokens of the prompt, which are always kept."""
+    """First tokens of the context, which are always kept."""
     recent_share: float = 0.0
     """Share of the kept tokens that is reserved for the newest tokens, if this is more than the window."""
     every_query: bool = False
-    """Whether queries of the whole prompt vote, by `add_votes` as they are computed; else only the newest vote."""
+    """Whether all queries vote, by `add_votes` as they are computed; else only the newest vote."""
     probes: TokenRule | None = None
     """Draws the rows that vote, see `voting_rows`; None if all vote."""
+    importance_share: float | None = None
+    """R-KV's lambda: the share of the votes in a score; the rest is that of redundancy. None for votes alone."""
+    random_seed: int | None = None
+    """Seed of `random_votes`, which replace the votes; None for votes of queries."""
+
+    @property
+    def carries_votes(self) -> bool:
+        """Whether tokens keep their votes from one eviction to the next."""
+        return self.every_query or self.random_seed is not None
 
     def check(self) -> None:
         """Raises ValueError if a value is out of range."""
@@ -33,6 +43,8 @@ class CompactionRule:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
         if not 0 <= self.recent_share <= 1:
             raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
+        if self.importance_share is not None and not 0 <= self.importance_share <= 1:
+            raise ValueError(f"importance_share: got {self.importance_share}, allowed: 0 to 1")
         if self.probes is not None:
             self.probes.check()
             if not self.every_query:

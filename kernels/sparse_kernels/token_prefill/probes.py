@@ -35,16 +35,16 @@ def draw_probes(batch: PrefillBatch, rule: TokenRule) -> torch.Tensor:
     if rule.random_probes == 0:
         return recent.int()
     position = first + torch.arange(max(batch.max_query_tokens, rule.random_probes), device=device)
-    key = _hash(_hash(_hash(torch.full_like(first, rule.seed & _WORD)) ^ first) ^ lengths)
+    key = hash_words(hash_words(hash_words(torch.full_like(first, rule.seed & _WORD)) ^ first) ^ lengths)
     # The position in the lower half makes every rank unique, so no sort has ties.
-    rank = _hash(key ^ position) << 31 | position
+    rank = hash_words(key ^ position) << 31 | position
     rank = torch.where(position < lengths - rule.recent_probes, rank, _LAST)
     best = rank.topk(rule.random_probes, largest=False, sorted=True).values
     random = torch.where(best == _LAST, -1, best & 0x7FFFFFFF)
     return torch.cat([random, recent], dim=1).int()
 
 
-def _hash(word: torch.Tensor) -> torch.Tensor:
+def hash_words(word: torch.Tensor) -> torch.Tensor:
     """Mixes 32-bit words, int64 each. Both factors are below 2**31, so that no product exceeds 63 bits."""
     word = word ^ (word >> 16)
     word = (word * 0x21F0AAAD) & _WORD

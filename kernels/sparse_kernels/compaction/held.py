@@ -1,0 +1,236 @@
+"""Evictions from the context that a request holds, in all layers of one shape at once.
+
+A request evicts again and again while it decodes, so the time of launches counts. On a GPU each step is one Triton
+launch for all layers; only page statistics are written layer by layer. Elsewhere layers follow each other in torch. The
+host does not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparse_kernels.batch import Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import reference
+from sparse_kernels.compaction.api import ObservationWindow, add_votes, choose_tokens
+from sparse_kernels.compaction.rule import CompactionRule
+from sparse_kernels.token_prefill.probes import hash_words
+
+_SMALL = 1 << 24
+"""Integers below this are exact in float32."""
+
+
+@dataclass(frozen=True)
+class LayerCaches:
+    """The caches of layers of one shape. A block has the same number in all of them."""
+
+    caches: tuple[KVCache, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless the caches have one shape."""
+        shapes = {(c.num_kv_heads, c.head_size, c.page_size, c.keys.pages_per_block) for c in self.caches}
+        if len(shapes) != 1:
+            raise ValueError(f"caches: got {len(shapes)} shapes, allowed: 1")
+
+    @property
+    def first(self) -> KVCache:
+        """The cache of the first layer."""
+        return self.caches[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.first.page_size * self.first.keys.pages_per_block
+
+    @cached_property
+    def addresses(self) -> torch.Tensor:
+        """`[num_layers]` int64, addresses of `KVCache.rows`.
+
+        Raises:
+            ValueError: if a cache does not store one row per token, or strides differ.
+        """
+        rows = [cache.rows for cache in self.caches]
+        if any(each.stride() != rows[0].stride() or each.dtype != rows[0].dtype for each in rows):
+            raise ValueError("caches: got different strides or dtypes, allowed: equal ones")
+        return torch.tensor([each.data_ptr() for each in rows], device=rows[0].device)
+
+    @cached_property
+    def key_scales(self) -> torch.Tensor | None:
+        """`[num_layers]` float32, see `KVCache.key_scale`; None for 16-bit caches."""
+        scales = [cache.key_scale for cache in self.caches if cache.key_scale is not None]
+        return torch.stack([scale.reshape(()) for scale in scales]) if scales else None
+
+
+@dataclass(frozen=True)
+class HeldBlocks:
+    """The blocks that a request holds, and those of them that its kept tokens move into.
+
+    Tokens are counted from the first block that is held.
+    """
+
+    block_table: torch.Tensor
+    """`[max_blocks]` integer, physical block ids, without the blocks that were given back."""
+    num_tokens: int
+    """Tokens in these blocks."""
+    first_block: int
+    """The first block that kept tokens move into."""
+    end_block: int
+    """The end of these blocks. They are full, and so are all blocks before them. Later tokens stay."""
+
+    def check(self, block_size: int) -> None:
+        """Raises ValueError if there is nothing to evict, or a block is not full."""
+        if not 0 < self.first_block < self.end_block <= self.num_tokens // block_size:
+            got = f"{self.first_block} to {self.end_block} of {self.num_tokens} tokens"
+            raise ValueError(f"first_block and end_block: got {got}, allowed: full blocks behind the first")
+
+
+def add_votes_of_layers(
+    votes: torch.Tensor,
+    query: torch.Tensor,
+    first_position: int,
+    block_table: torch.Tensor,
+    caches: LayerCaches,
+    softmax: Softmax,
+    query_scales: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Adds the attention of consecutive queries on each token, in every layer; see `add_votes`.
+
+    Args:
+        votes: `[num_layers, num_kv_heads, num_tokens]` float32, at least as many tokens as the last query sees.
+        query: `[num_layers, num_queries, num_query_heads, head_size]`; may be empty.
+        first_position: of the first query, counted like the tokens.
+        block_table: `[max_blocks]` integer, physical block ids.
+        caches: keys, including those of the queries' tokens.
+        softmax: how logits become weights, in all layers.
+        query_scales: of each layer, see `ObservationWindow.query_scale`; None for 16-bit queries.
+
+    Raises:
+        ValueError: if `votes` has too few tokens.
+    """
+    least = [len(caches.caches), caches.first.num_kv_heads, first_position + query.shape[1]]
+    if list(votes.shape[:2]) != least[:2] or votes.shape[2] < least[2]:
+        raise ValueError(f"votes: got {list(votes.shape)}, allowed: at least {least}")
+    if query.shape[1] == 0:
+        return
+    if votes.is_cuda:
+        from sparse_kernels.compaction import held_triton
+
+        scales = None if query_scales is None else torch.stack([scale.reshape(()) for scale in query_scales])
+        return held_triton.add_votes(votes, query, first_position, block_table, caches, softmax, scales)
+    for layer, cache in enumerate(caches.caches):
+        scale = None if query_scales is None else query_scales[layer]
+        add_votes(votes[layer], ObservationWindow(query[layer], first_position, scale), block_table, cache, softmax)
+
+
+def redundancy(block_table: torch.Tensor, num_tokens: int, caches: LayerCaches) -> torch.Tensor:
+    """Measures how similar the key of each token is to the other keys (R-KV, arXiv 2505.24133).
+
+    S_ij is the cosine of the keys i and j, and S_ii = 0. Row i counts its newest similar token as 0: the largest j with
+    S_ij > 0.5. So one of several similar tokens has no redundancy. The result is the softmax over j of the mean of S_ij
+    over i.
+
+    Args:
+        block_table: `[max_blocks]` integer, physical block ids.
+        num_tokens: tokens of these blocks.
+        caches: keys.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_tokens]` float32; sums to 1 over tokens.
+    """
+    if block_table.is_cuda:
+        from sparse_kernels.compaction import held_triton
+
+        means = held_triton.mean_similarity(block_table, num_tokens, caches)
+    else:
+        means = torch.stack([reference.mean_similarity(block_table, num_tokens, cache) for cache in caches.caches])
+    return means.softmax(dim=-1)
+
+
+def mixed_scores(votes: torch.Tensor, redundant: torch.Tensor, num_weights: int, rule: CompactionRule) -> torch.Tensor:
+    """Mixes votes and redundancy: `lambda * I - (1 - lambda) * R` (R-KV, arXiv 2505.24133).
+
+    I is the mean attention on a token, or the largest mean among its neighbours, as `rule.pool_tokens` says. The newest
+    `rule.window_tokens` tokens are kept anyway, and are neighbours of no token.
+
+    Args:
+        votes: `[num_layers, num_kv_heads, num_tokens]` float32, sums of attention.
+        redundant: like `votes`, the result of `redundancy`.
+        num_weights: attention weights in a sum: queries times query heads of a KV head.
+        rule: the share lambda, and the pooling.
+
+    Returns:
+        Like `votes`, the scores.
+    """
+    assert rule.importance_share is not None
+    end = max(votes.shape[-1] - rule.window_tokens, 0)
+    pooled = votes.clone()
+    if end:
+        pooled[..., :end] = torch.nn.functional.max_pool1d(
+            votes[..., :end], rule.pool_tokens, stride=1, padding=rule.pool_tokens // 2
+        )
+    return rule.importance_share / max(num_weights, 1) * pooled - (1 - rule.importance_share) * redundant
+
+
+def random_votes(positions: range, layers: Sequence[int], heads: range, seed: int, device: torch.device) -> torch.Tensor:
+    """Draws votes by hashes of position, layer and KV head: the control of methods that look at the attention.
+
+    A token has the same vote in every eviction, so the kept tokens are a uniform sample of all earlier tokens.
+
+    Args:
+        positions: of the tokens, in the whole context.
+        layers: numbers of the layers in the model.
+        heads: numbers of the KV heads in the model.
+        seed: of the draw.
+        device: the device of the result.
+
+    Returns:
+        `[num_layers, num_kv_heads, num_tokens]` float32, from 0 on and below 1.
+    """
+    word = hash_words(torch.tensor([seed], device=device))
+    for axis in (torch.tensor(list(layers))[:, None, None], torch.tensor(list(heads))[:, None]):
+        word = hash_words(word ^ axis.to(device))
+    word = hash_words(word ^ torch.arange(positions.start, positions.stop, device=device))
+    return (word % _SMALL).float() / _SMALL
+
+
+def keep_tokens(scores: torch.Tensor, held: HeldBlocks, caches: LayerCaches, rule: CompactionRule) -> torch.Tensor:
+    """Chooses tokens for each KV head of each layer, and moves their keys and values into the target blocks.
+
+    The choice is that of `compact_prompt`, among the tokens of the blocks before `end_block`. The statistics of the
+    target pages are computed again.
+
+    Args:
+        scores: `[num_layers, num_kv_heads, num_tokens]` float32.
+        held: the blocks.
+        caches: keys, values and statistics.
+        rule: which tokens are always kept, and the pooling of scores.
+
+    Returns:
+        `[num_layers, num_kv_heads, kept]` int64, the tokens that were moved, ascending.
+
+    Raises:
+        ValueError: if shapes disagree, or `held` has no target blocks.
+    """
+    block_size = caches.block_size
+    held.check(block_size)
+    shape = len(caches.caches), caches.first.num_kv_heads, held.num_tokens
+    if scores.shape != shape:
+        raise ValueError(f"scores: got {list(scores.shape)}, allowed: {list(shape)}")
+    candidates, before = held.end_block * block_size, held.first_block * block_size
+    kept = choose_tokens(scores.flatten(0, 1), held.num_tokens, candidates, before, rule).unflatten(0, shape[:2])
+    if not kept.is_cuda:
+        for of_layer, cache in zip(kept, caches.caches, strict=True):
+            reference.move_tokens(of_layer, held.block_table, held.first_block, cache)
+        return kept
+    from sparse_kernels.compaction import held_triton, triton
+
+    if caches.first.statistics is None:
+        held_triton.move_in_place(kept, held.block_table, held.first_block, caches)
+    else:
+        for of_layer, cache in zip(kept, caches.caches, strict=True):
+            triton.move_tokens(of_layer, held.block_table, held.first_block, cache)
+    return kept
