@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, SnapKVCompaction, ZipVLPrefill
+from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, RKVCompaction, SnapKVCompaction, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
@@ -76,7 +76,8 @@ class Situation(NamedTuple):
     def has_narrow_pools(self) -> bool:
         """Whether votes of a prompt's tokens are pooled over fewer tokens than a number or a name has."""
         compaction = self.config.compaction
-        return isinstance(compaction, SnapKVCompaction) and compaction.pool_tokens < WIDE_POOL
+        is_snapkv = isinstance(compaction, SnapKVCompaction) and not isinstance(compaction, RKVCompaction)
+        return is_snapkv and compaction.pool_tokens < WIDE_POOL
 
     @property
     def has_heavy_hitters(self) -> bool:

@@ -120,7 +120,7 @@ def launches(settings, share, eight_bits):
         layer, SimpleNamespace(num_states=rows, dtype=stored),
         SimpleNamespace(dtype=torch.bfloat16, max_model_len=LONGEST), step, torch.device("cpu"),
     )
-    assert impl._bound_cache is None
+    assert impl.bound_cache is None
     warm = set(compiled)
     compiled.clear()
     # Prompts of all lengths, in rows of a table that is not aligned, in chunks as they come.

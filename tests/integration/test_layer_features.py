@@ -23,7 +23,7 @@ def test_a_layer_that_shares_a_cache_prefills_without_keys_of_its_own_on_cuda(se
     impl = object.__new__(SparseCUDAImpl)
     impl.plan = LayerPlan(block_size=64, page_size=8, dense_tokens=0, selector=selector)
     rows = torch.zeros(2, 1, 64, 128).bfloat16()
-    impl._bound_cache, impl.token_rows, impl.cache = rows, rows, KVCache.from_rows(rows, 8)
+    impl.bound_cache, impl.token_rows, impl.cache = rows, rows, KVCache.from_rows(rows, 8)
     start = torch.tensor([0, 4], dtype=torch.int32)
     metadata = SparseCUDAMetadata(
         num_actual_tokens=4, max_query_len=4, query_start_loc=start, max_seq_len=4, seq_lens=start[1:],

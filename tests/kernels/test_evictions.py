@@ -189,7 +189,9 @@ def test_statistics_are_those_of_the_keys_after_every_eviction():
             update_page_statistics(
                 cache.keys, cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
             )
-            assert all(torch.equal(part[blocks], was) for part, was in zip(cache.statistics.parts, written, strict=True))
+            assert all(
+                torch.equal(part[blocks], was) for part, was in zip(cache.statistics.parts, written, strict=True)
+            )
 
 
 def test_random_votes_depend_on_position_layer_and_head_alone():
@@ -217,9 +219,7 @@ def test_a_ring_keeps_the_newest_queries_of_each_request(request, form):
             begin = len(seen[slot])
             # Only the newest queries of a chunk have a place.
             newest = [position >= begin + count - 4 for position in range(begin, begin + count)]
-            places += [
-                ring.place(slot, begin + index, 4) if kept else -1 for index, kept in enumerate(newest)
-            ]
+            places += [ring.place(slot, begin + index, 4) if kept else -1 for index, kept in enumerate(newest)]
             parts.append(torch.randn(2, count, 6, 16, generator=generator).bfloat16()[:, :, 2:4])
             seen[slot] += parts[-1].unbind(dim=1)
         ring.begin_step(torch.tensor(places, dtype=torch.int32).numpy())

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
+from sparse_kernels.compaction import (
+    CompactionRule,
+    ObservationWindow,
+    PromptBlocks,
+    QueryRing,
+    add_votes,
+    compact_prompt,
+)
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -20,8 +27,9 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.attention.plan import LayerPlan, numbered_heads
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
+from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.engine_settings import resolved
@@ -139,18 +147,24 @@ class SparseImpl:
         self.model_size = ModelSize.of(get_current_vllm_config())
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
-        self._bound_cache: torch.Tensor | None = None
+        self.bound_cache: torch.Tensor | None = None
+        """The cache of which the layer has views."""
+        self._ring: tuple[QueryRing, int] | None = None
+
+    def keep_queries(self, ring: QueryRing, index: int) -> None:
+        """Has each step write its queries to layer `index` of a ring."""
+        self._ring = ring, index
 
     def bind(self, plan: LayerPlan) -> None:
         """Sets the plan that the metadata builder has made for the layer."""
         self.plan = plan
-        self._bound_cache = None
+        self.bound_cache = None
 
     def bind_cache(self, kv_cache: torch.Tensor) -> None:
         """Makes the views of the layer's cache if the cache is new: making them costs as much as a kernel."""
-        if self._bound_cache is not kv_cache:
+        if self.bound_cache is not kv_cache:
             self._make_views(kv_cache)
-            self._bound_cache = kv_cache
+            self.bound_cache = kv_cache
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         raise NotImplementedError
@@ -204,6 +218,9 @@ class SparseImpl:
             attend: attends with all tokens of the step.
         """
         self.bind_cache(kv_cache)
+        if self._ring is not None:
+            ring, index = self._ring
+            ring.write(index, query)
         self.observe(layer, query, observed)
         attend()
         self.compact_ended(layer, observed)
@@ -228,6 +245,10 @@ class SparseImpl:
         """Moves the kept tokens of a prompt; for the arguments see `compact_prompt`."""
         window, cache = self._voting(layer, window)
         compact_prompt(window, prompt, cache, self.softmax, rule, earlier)
+
+    def held_cache(self, layer: Any) -> KVCache:
+        """Returns the cache of decoding tokens, with statistics and the layer's scales."""
+        return self._voting(layer, ObservationWindow(torch.empty(0), 0))[1]
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         """Returns queries and cache with the layer's scales."""
@@ -318,9 +339,17 @@ def plan_compaction(
     most = max(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     )
-    return StepCompaction(
-        spec.retention, config.compaction.rule(), layers, spec.block_size, most, rows.current(), device
-    )
+    retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
+    if not config.compaction.evicts_between_steps:
+        return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
+    assert rule is not None
+    layer = next(iter(layers.values()))
+    return StepEvictions(
+        retention, rule, layers, spec.block_size, most, current, device,
+        numbers=numbered_heads(layers, vllm_config),
+        query_dtype=vllm_config.model_config.dtype if layer.query_quant is None else torch.float8_e4m3fn,
+        max_tokens=max(vllm_config.scheduler_config.max_num_batched_tokens, most),
+    )  # fmt: skip
 
 
 def report_memory(

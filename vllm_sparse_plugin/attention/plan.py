@@ -274,7 +274,7 @@ def _routing_of(
         return {}, None
     if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
         raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without them")
-    numbered = _numbered(routed, vllm_config)
+    numbered = numbered_heads(routed, vllm_config)
     counts = DeviceCounts(numbered, SKIPPED, 2, device)
     of_layer = {
         name: routing.of_layer(index, heads, device, counted)
@@ -298,7 +298,7 @@ def _prefill_of(
     if not sparsely:
         return {}, None
     reads = BLOCK_READS if sparse.block_prefill is not None else TOKEN_READS
-    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), reads, COUNTERS, device), prefill.rule()
+    counts, rule = DeviceCounts(numbered_heads(sparsely, vllm_config), reads, COUNTERS, device), prefill.rule()
     plans = {name: PrefillPlan(rule, counted) for name, counted in zip(sparsely, counts.of_layers, strict=True)}
     return plans, counts
 
@@ -309,7 +309,7 @@ def _counts_of_reads(
     """Returns the counts of reads under stopping or a coverage; None without either."""
     if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
         return None
-    return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
+    return DeviceCounts(numbered_heads(selecting, vllm_config), READS, 4, device)
 
 
 def _quality_of(
@@ -332,7 +332,7 @@ def _quality_of(
         if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
     )
     stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)
-    numbered = _numbered(selecting, vllm_config)
+    numbered = numbered_heads(selecting, vllm_config)
     estimates = statistics is not None and statistics.kind.codes is not None
     counts = DeviceCounts(numbered, QUALITY if estimates else QUALITY[:-1], 5, device)
     of_layer = {
@@ -350,7 +350,7 @@ def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_si
     return ContextReads(keys_of_layer(sparse, retention, block_size), by_length)
 
 
-def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
+def numbered_heads(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
     """Returns the index and the KV heads of each layer. KV heads are numbered over all tensor-parallel workers."""
     first = first_kv_head(vllm_config)
     return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]

@@ -21,7 +21,7 @@ from vllm_sparse_plugin.requests.rows import BatchRows
 
 
 @dataclass
-class _Request:
+class RequestState:
     """State of a request since its computation began, or began again after a preemption."""
 
     prompt_tokens: int
@@ -63,7 +63,7 @@ class _Request:
 class Observed(NamedTuple):
     """Query tokens of a step that vote now, or may vote as the newest tokens of a prompt."""
 
-    request: _Request
+    request: RequestState
     tokens: slice
     """Their place in the batch."""
     first_position: int
@@ -126,7 +126,7 @@ class StepCompaction:
         self.block_size = block_size
         self.rows = rows
         self.sinks = retention.sink_blocks(block_size)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._table = torch.zeros(max_requests, 0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
@@ -164,7 +164,7 @@ class StepCompaction:
             request = self._requests.get(row.request_id)
             # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt.
             if request is None or computed < request.until:
-                request = self._requests[row.request_id] = _Request(row.prompt_tokens)
+                request = self._requests[row.request_id] = RequestState(row.prompt_tokens)
             request.computed, request.until = computed, lengths[index]
             if computed < request.prompt_tokens:
                 first_token = int(common.query_start_loc_cpu[index])
@@ -179,7 +179,7 @@ class StepCompaction:
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
         return left_out
 
-    def _observe(self, request: _Request, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
+    def _observe(self, request: RequestState, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
         """Records a chunk of a prompt whose tokens move at its end."""
         if self.rule is None or not self.retention.moves(request.prompt_tokens, self.block_size):
             return
@@ -218,16 +218,16 @@ class StepCompaction:
             for rows in ROWS_AT_ONCE:
                 query_len = min(rows, prompt_tokens)
                 self.observed = []
-                self._observe(_Request(prompt_tokens, prompt_tokens - query_len), 0, query_len, block_table)
+                self._observe(RequestState(prompt_tokens, prompt_tokens - query_len), 0, query_len, block_table)
                 yield query_len, self.observed
         self.observed = []
 
-    def _blocks(self, request: _Request, block_table: torch.Tensor) -> PromptBlocks:
+    def _blocks(self, request: RequestState, block_table: torch.Tensor) -> PromptBlocks:
         """Returns the blocks of a prompt, and the blocks that its kept tokens move into."""
         left_out = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
         return PromptBlocks(block_table, request.prompt_tokens, left_out.stop)
 
-    def _move(self, request: _Request, prompt: PromptBlocks) -> None:
+    def _move(self, request: RequestState, prompt: PromptBlocks) -> None:
         """Moves the kept tokens of layers that have not moved them. A replayed graph, which may compute the prompt's
         last token, moves none. This step has not written yet."""
         assert self.rule is not None

@@ -3,7 +3,7 @@
 This package needs neither vLLM nor torch.
 """
 
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, SnapKVCompaction
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, RKVCompaction, SnapKVCompaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
@@ -24,6 +24,7 @@ __all__ = [
     "DraftRule",
     "H2OCompaction",
     "Lossless",
+    "RKVCompaction",
     "ResolvedConfig",
     "Retention",
     "Routing",

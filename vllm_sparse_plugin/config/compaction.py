@@ -1,4 +1,4 @@
-"""Settings of compaction: what the cache keeps of a prompt after its prefill."""
+"""Settings of compaction: what the cache keeps of a request after its prefill."""
 
 from __future__ import annotations
 
@@ -82,9 +82,40 @@ class Compaction(Section):
         """Returns the rule for kept tokens, as the operation takes it; None if it depends only on lengths."""
         return None
 
+    @property
+    def evicts_between_steps(self) -> bool:
+        """Whether all layers evict together before a step, not each layer in the step that ends a prompt."""
+        return False
+
     def rolling_window(self) -> RollingWindow | None:
         """Returns the window of rolling positions, as the operation takes it; None for positions of the text."""
         return None
+
+
+class RepeatedCompaction(Compaction):
+    """Settings of methods that can evict while a request decodes."""
+
+    every: Annotated[int | None, Field(ge=16, le=1 << 24)] = None
+    """Decoded tokens between evictions; each keeps the budget. Null: one eviction, at the end of the prompt."""
+
+    @model_validator(mode="after")
+    def _budget_is_a_number(self) -> Self:
+        if self.every is not None and self.budget_ratio is not None:
+            raise PydanticCustomError(
+                "sentence",
+                "every: got {every} with budget_ratio {ratio}, allowed: budget_tokens, since a context grows",
+                {"every": self.every, "ratio": _shown(self.budget_ratio)},
+            )
+        return self
+
+    @property
+    def evicts_between_steps(self) -> bool:
+        """Whether all layers evict together before a step, not each layer in the step that ends a prompt."""
+        return self.every is not None
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep, which depends only on lengths."""
+        return replace(super().retention(), every=self.every)
 
 
 class StreamingLLMCompaction(Compaction):
@@ -122,7 +153,7 @@ class StreamingLLMCompaction(Compaction):
         return RollingWindow(self.sink_tokens, self.budget_tokens, whole_tokens)
 
 
-class SnapKVCompaction(Compaction):
+class SnapKVCompaction(RepeatedCompaction):
     """SnapKV (arXiv 2404.14469): at the end of a prompt its newest tokens vote by their attention, and each KV head
     keeps the tokens with the largest votes."""
 
@@ -170,12 +201,12 @@ class PyramidKVCompaction(SnapKVCompaction):
 
     def retention(self) -> Retention:
         """Returns what the layers keep on average, and the split between layers."""
-        return replace(self._retention(slides=False), pyramid=Pyramid(self.beta, self.layer_classes))
+        return replace(super().retention(), pyramid=Pyramid(self.beta, self.layer_classes))
 
 
-class H2OCompaction(Compaction):
-    """H2O (arXiv 2306.14048) at the end of a prompt: each KV head keeps the tokens that all queries of the prompt have
-    attended to most, the heavy hitters, and the newest ones. What is decoded is kept."""
+class H2OCompaction(RepeatedCompaction):
+    """H2O (arXiv 2306.14048): each KV head keeps the tokens that all queries so far have attended to most, the heavy
+    hitters, and the newest ones. Without `every` it evicts at the end of the prompt, and what is decoded is kept."""
 
     method: Literal["h2o"] = "h2o"
     """Name of the method."""
@@ -184,7 +215,7 @@ class H2OCompaction(Compaction):
 
     def retention(self) -> Retention:
         """Returns what the layers keep, which depends on all queries of a prompt."""
-        return replace(self._retention(slides=False), counts_every_query=True)
+        return replace(super().retention(), counts_every_query=True)
 
     def rule(self) -> CompactionRule:
         """Returns the rule for kept tokens, as the operation takes it."""
@@ -193,6 +224,53 @@ class H2OCompaction(Compaction):
         return CompactionRule(
             window_tokens=0, pool_tokens=1, sink_tokens=self.sink_tokens, recent_share=self.recent_share,
             every_query=True,
+        )  # fmt: skip
+
+
+class RKVCompaction(SnapKVCompaction):
+    """R-KV (arXiv 2505.24133): SnapKV's votes, mixed with the redundancy of tokens whose keys are alike."""
+
+    method: Literal["r_kv"] = "r_kv"  # type: ignore[assignment]
+    """Name of the method."""
+    window_tokens: Annotated[int, Field(ge=1, le=512)] = 8
+    """Newest tokens; they vote and are kept."""
+    pool_tokens: Annotated[int, Field(ge=1, le=99)] = 7
+    """A token takes the largest vote among this many tokens around it, an odd number; 1: its own."""
+    importance_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """The paper's lambda: share of the votes in a token's score, beside redundancy; 1: votes alone."""
+
+    @property
+    def evicts_between_steps(self) -> bool:
+        """Redundancy is measured between steps."""
+        return True
+
+    def rule(self) -> CompactionRule:
+        """Returns the rule for kept tokens, as the operation takes it."""
+        return replace(super().rule(), importance_share=self.importance_share)
+
+
+class RandomCompaction(RepeatedCompaction):
+    """A control: each KV head of a layer keeps random tokens, by a hash of position, layer and head."""
+
+    method: Literal["random"] = "random"
+    """Name of the method."""
+    recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Share of the budget for the newest tokens; sinks and random tokens share the rest."""
+    seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
+    """Seed of the hash."""
+
+    @property
+    def evicts_between_steps(self) -> bool:
+        """No layer looks at its queries."""
+        return True
+
+    def rule(self) -> CompactionRule:
+        """Returns the rule for kept tokens, as the operation takes it."""
+        from sparse_kernels.compaction import CompactionRule
+
+        return CompactionRule(
+            window_tokens=0, pool_tokens=1, sink_tokens=self.sink_tokens, recent_share=self.recent_share,
+            random_seed=self.seed,
         )  # fmt: skip
 
 
@@ -230,7 +308,8 @@ class ZipVLCompaction(Compaction):
 
 
 COMPACTIONS: tuple[type[Compaction], ...] = (
-    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, ZipVLCompaction,
+    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, RKVCompaction, RandomCompaction,
+    ZipVLCompaction,
 )  # fmt: skip
 """Every method of compaction. The schema, the documentation and the tests use this table."""
 

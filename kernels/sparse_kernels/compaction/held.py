@@ -175,7 +175,9 @@ def mixed_scores(votes: torch.Tensor, redundant: torch.Tensor, num_weights: int,
     return rule.importance_share / max(num_weights, 1) * pooled - (1 - rule.importance_share) * redundant
 
 
-def random_votes(positions: range, layers: Sequence[int], heads: range, seed: int, device: torch.device) -> torch.Tensor:
+def random_votes(
+    positions: range, layers: Sequence[int], heads: range, seed: int, device: torch.device
+) -> torch.Tensor:
     """Draws votes by hashes of position, layer and KV head: the control of methods that look at the attention.
 
     A token has the same vote in every eviction, so the kept tokens are a uniform sample of all earlier tokens.

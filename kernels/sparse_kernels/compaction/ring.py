@@ -28,6 +28,7 @@ class QueryRing:
             dtype: of queries.
             device: of queries.
         """
+        self.slots = slots
         self.length = length
         self._queries = torch.zeros(num_layers, slots, length, *query, dtype=dtype, device=device)
         self._places = torch.full((tokens,), -1, dtype=torch.int32, device=device)

@@ -169,4 +169,4 @@ def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypat
     (line,) = warnings
     assert line.startswith("vllm_sparse_ compaction of process ")
     assert line.endswith("its kernels are compiled when a prompt needs them (OutOfMemoryError: CUDA out of memory)")
-    assert layer._bound_cache is None
+    assert layer.bound_cache is None

@@ -172,4 +172,4 @@ def test_measuring_is_warmed_up_and_leaves_no_trace(layer, monkeypatch):
     assert warnings == []
     assert len(measured) == 1
     assert counts.eq(0).all()
-    assert layer._bound_cache is None
+    assert layer.bound_cache is None

@@ -54,7 +54,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if self.plan.counters is not None:
             # This token is not of a request.
             self.plan.counters.zero_()
-        self._bound_cache = None
+        self.bound_cache = None
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         self.token_rows = kv_cache[:, :, : self.plan.block_size]

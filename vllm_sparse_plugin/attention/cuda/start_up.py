@@ -133,4 +133,4 @@ def _on_one_block(impl: SparseImpl, spec: AttentionSpec, longest: int, device: t
     try:
         yield torch.zeros(-(-longest // impl.plan.block_size), dtype=torch.int32, device=device)
     finally:
-        impl._bound_cache = None
+        impl.bound_cache = None

@@ -1,0 +1,153 @@
+"""Evictions while requests decode: in one attention layer on a CPU, against loops over tokens, and in engines."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.compaction import random_votes
+from sparse_kernels.compaction.reference import SIMILAR
+from support.layer import LayerHarness, Request
+from support.paged import dense_attention
+from support.snapkv import votes_of
+
+from vllm_sparse_plugin.config import COMPACTIONS, Compaction
+
+DENSE_TOLERANCE = 2e-2
+"""vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
+BLOCK, HEADS = 32, 2
+SHARED = {"budget_tokens": 96, "min_context_tokens": 0, "every": 40}
+METHODS = {
+    "snapkv": {"method": "snapkv", "window_tokens": 8, "pool_tokens": 5},
+    "h2o": {"method": "h2o"},
+    "r_kv": {"method": "r_kv", "importance_share": 0.5},
+    "random": {"method": "random"},
+}
+
+
+def settings_of(method: str, **settings: object) -> dict:
+    return METHODS[method] | SHARED | settings
+
+
+def harness_of(model: str, compaction: dict | None, backend: str = "dense", **settings: object) -> LayerHarness:
+    always = {} if backend == "dense" else {"min_context_tokens": 0}
+    settings = {"compaction": compaction} | always | settings
+    return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120)
+
+
+def compaction_of(settings: dict) -> Compaction:
+    (kind,) = [each for each in COMPACTIONS if each.name() == settings["method"]]
+    return kind(**settings)
+
+
+@dataclass
+class Model:
+    """What a request keeps, as lists of tokens, and what its newest tokens attend to."""
+
+    settings: dict
+    request: Request
+    left: int = 0
+    held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
+    sums: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in range(HEADS)])
+    """Attention on each held token, of all queries so far."""
+    queries: list[torch.Tensor] = field(default_factory=list)
+
+    def before(self, new: int) -> None:
+        """Evicts before a step of some tokens."""
+        self.compaction = compaction_of(self.settings)
+        retention, prompt, computed = self.compaction.retention(), self.request.prompt_tokens, len(self.request.keys)
+        if computed < prompt:
+            return
+        left = retention.left_out(prompt, computed + 1, BLOCK).stop
+        if left == self.left:
+            return
+        first, end = left - self.left, left - self.left + retention.kept_blocks(prompt, BLOCK)
+        for head in range(HEADS):
+            self.held[head] = self._kept(head, first * BLOCK, end * BLOCK)
+        self.left = left
+
+    def _kept(self, head: int, dropped: int, end: int) -> list[int]:
+        held, rule = self.held[head], self.compaction.rule()
+        scores = self._scores(head, held)
+        newest = len(held) - max(rule.window_tokens, int(rule.recent_share * (end - dropped)))
+        if rule.pool_tokens > 1:
+            reach = rule.pool_tokens // 2
+            scores = [max(scores[max(0, at - reach) : min(newest, at + reach + 1)]) for at in range(newest)]
+            scores += [0.0] * (len(held) - newest)
+        if rule.importance_share is not None:
+            rest = 1 - rule.importance_share
+            redundant = self._redundancy(head, held)
+            scores = [
+                rule.importance_share * a / self.weights - rest * b for a, b in zip(scores, redundant, strict=True)
+            ]
+        always = {*range(rule.sink_tokens), *range(newest, end)}
+        others = sorted(set(range(end)) - always, key=lambda at: (-scores[at], at))
+        kept = sorted(always | set(others[: end - dropped - len(always)]))
+        return [held[at] for at in kept] + held[end:]
+
+    def _scores(self, head: int, held: list[int]) -> list[float]:
+        rule = self.compaction.rule()
+        if rule.random_seed is not None:
+            votes = random_votes(range(max(held) + 1), [0], range(HEADS), rule.random_seed, torch.device("cpu"))
+            return votes[0, head, held].tolist()
+        if rule.every_query:
+            return [self.sums[head][token] for token in held]
+        query = torch.stack(self.queries[-rule.window_tokens :]).unflatten(1, (HEADS, -1))[:, head]
+        self.weights = query.shape[0] * query.shape[1]
+        return votes_of(query, self.request.keys[held, head], len(held) - 1, Softmax(0.125))
+
+    def _redundancy(self, head: int, held: list[int]) -> list[float]:
+        unit = torch.nn.functional.normalize(self.request.keys[held, head].double(), dim=-1)
+        cosine = (unit @ unit.T).fill_diagonal_(0)
+        for row in cosine:
+            alike = (row > SIMILAR).nonzero()[:, 0].tolist()
+            if alike:
+                row[alike[-1]] = 0
+        return cosine.mean(dim=0).softmax(dim=0).tolist()
+
+    def attend(self) -> torch.Tensor:
+        """Attention of the newest tokens, `[new, num_heads, head_size]`; they vote and are held from now on."""
+        request, outputs = self.request, []
+        begin = len(request.keys) - len(request.fresh)
+        for index, query in enumerate(request.fresh):
+            visible = torch.zeros(HEADS, begin + index + 1, dtype=torch.bool)
+            for head in range(HEADS):
+                self.held[head].append(begin + index)
+                visible[head, self.held[head]] = True
+                of_head, held = query.unflatten(0, (HEADS, -1))[head], self.held[head]
+                logits = of_head.double() @ request.keys[held, head].double().T * 0.125
+                for token, weight in zip(held, logits.softmax(dim=1).sum(dim=0).tolist(), strict=True):
+                    self.sums[head][token] = self.sums[head].get(token, 0.0) + weight
+            keys, values = request.keys[: begin + index + 1], request.values[: begin + index + 1]
+            outputs.append(dense_attention(query.unflatten(0, (HEADS, -1)), keys, values, 0.125, visible))
+        self.queries += list(request.fresh)
+        return torch.stack(outputs)
+
+
+def poison(harness: LayerHarness, request: Request, left: int) -> None:
+    """Fills the blocks that a request has given back with values that would spoil every output."""
+    harness.cache[request.blocks[:left]] = torch.nan
+
+
+def assert_follows(harness: LayerHarness, models: list[Model], steps: list[list[int]]) -> None:
+    """Every token attends to what its request keeps, and to nothing that was given back."""
+    given = [0] * len(models)
+    for counts in steps:
+        batch = [(model, new) for model, new in zip(models, counts, strict=True) if new]
+        for model, new in batch:
+            model.before(new)
+        outputs = harness.step([(model.request, new) for model, new in batch])
+        for (model, _), output in zip(batch, outputs, strict=True):
+            assert (output.double() - model.attend()).abs().max() < DENSE_TOLERANCE
+        for index, model in enumerate(models):
+            poison(harness, model.request, model.left)
+            given[index] = model.left
+    assert max(given) > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prompt", [150, 20])
+def test_a_request_keeps_the_best_tokens_again_and_again(model, method, prompt):
+    harness, settings = harness_of(model, settings_of(method)), settings_of(method)
+    models = [Model(settings, harness.request(prompt)), Model(settings, harness.request(130))]
+    assert_follows(harness, models, [[0, 60], [prompt, 70], *[[1, 1]] * 140])

@@ -1,0 +1,265 @@
+"""Evicts tokens of requests between two steps, in the worker, in all layers at once.
+
+Votes come late: a ring keeps the newest queries, and they vote when the ring is full or a request evicts. Keys stay
+until then, so each vote is the same as in the query's own step. Graphs of a step only write to the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sparse_kernels.compaction import (
+    CompactionRule,
+    HeldBlocks,
+    LayerCaches,
+    QueryRing,
+    add_votes_of_layers,
+    keep_tokens,
+    mixed_scores,
+    random_votes,
+    redundancy,
+)
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_plugin.compaction.step import Observed, RequestState, StepCompaction
+from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.requests.rows import BatchRows
+
+RING_TOKENS = 32
+"""Queries of a request in the ring if all queries vote."""
+
+
+@dataclass
+class _Held(RequestState):
+    """State of a request with evictions."""
+
+    since: int = 0
+    """Position of a query. The queries from there on are in the ring and have not voted."""
+    left: int = 0
+    """Blocks that were given back."""
+    sums: torch.Tensor | None = None
+    """`[num_layers, num_kv_heads, num_tokens]` float32, votes that tokens keep from one eviction to the next."""
+    slot: int | None = None
+    """Its place in the ring."""
+
+    def carry(self, sums: torch.Tensor, layers: Iterable[str]) -> None:
+        """Sets `sums`, and `votes` to its rows."""
+        self.sums, self.votes = sums, dict(zip(layers, sums.unbind(0), strict=True))
+
+
+class StepEvictions(StepCompaction):
+    """The evictions of the layers that share a metadata builder."""
+
+    rule: CompactionRule
+
+    def __init__(
+        self,
+        retention: Retention,
+        rule: CompactionRule,
+        layers: Mapping[str, Any],
+        block_size: int,
+        max_requests: int,
+        rows: BatchRows,
+        device: torch.device,
+        numbers: Sequence[tuple[int, range]],
+        query_dtype: torch.dtype,
+        max_tokens: int,
+    ) -> None:
+        """Allocates the ring if queries vote.
+
+        Args:
+            retention: what the layers keep.
+            rule: which tokens are kept.
+            layers: the layers by name, all of one shape.
+            block_size: tokens of a block.
+            max_requests: the most requests of a step.
+            rows: the requests of a step.
+            device: the device of the layers.
+            numbers: the number of each layer in the model, and the numbers of its KV heads.
+            query_dtype: of the layers' queries.
+            max_tokens: the most query tokens of a step, padding included.
+        """
+        super().__init__(retention, rule, layers, block_size, max_requests, rows, device)
+        self.rule = rule
+        self._numbers = [layer for layer, _ in numbers], numbers[0][1]
+        self._held: dict[str, _Held] = {}
+        self._caches: LayerCaches | None = None
+        self._bound: list[torch.Tensor | None] = []
+        self._layer = next(iter(layers.values()))
+        self._ring: QueryRing | None = None
+        if rule.random_seed is None:
+            heads = self._layer.num_heads, self._layer.head_size
+            length = ring_tokens(rule)
+            self._ring = QueryRing(len(layers), max_requests, length, heads, max_tokens, query_dtype, device)
+            for index, layer in enumerate(layers.values()):
+                layer.impl.keep_queries(self._ring, index)
+
+    def _left_out(self, common: CommonAttentionMetadata, lengths: list[int], query_lens: list[int]) -> list[int]:
+        """Evicts from the requests that are due, and returns the number of blocks that each row does not read."""
+        left_out, starts = [0] * common.num_reqs, common.query_start_loc_cpu.tolist()
+        places = np.full(starts[-1], -1, dtype=np.int32)
+        self.observed = []
+        rows = self.rows.of(common)[: common.num_reqs]
+        present = {row.request_id for row in rows if row is not None}
+        for index, row in enumerate(rows):
+            if row is None or not query_lens[index]:
+                continue
+            computed, table = lengths[index] - query_lens[index], common.block_table_tensor[index]
+            request = self._held.get(row.request_id)
+            # A resumed request begins again, perhaps behind a prefix-cache hit.
+            if request is None or computed != request.until:
+                request = self._held[row.request_id] = _Held(row.prompt_tokens, since=computed)
+            request.computed, request.until = computed, lengths[index]
+            if computed >= request.prompt_tokens:
+                left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size).stop
+                if left > request.left:
+                    self._evict(request, table, left)
+            left_out[index] = request.left
+            if self._ring is not None and self.retention.moves(request.prompt_tokens, self.block_size):
+                tokens = slice(starts[index], starts[index + 1])
+                if self.rule.every_query and query_lens[index] > 1:
+                    self._vote_now(request, table, tokens)
+                else:
+                    self._vote_later(request, table, places[tokens], present)
+        if self._ring is not None:
+            self._ring.begin_step(places)
+        for name in [name for name in self._held if name not in present and not self.rows.knows(name)]:
+            del self._held[name]
+        return left_out
+
+    def _vote_now(self, request: _Held, table: torch.Tensor, tokens: slice) -> None:
+        """Has the queries of a chunk vote in the step, layer by layer.
+
+        Args:
+            request: their request.
+            table: its block table.
+            tokens: their place in the batch.
+        """
+        held = self._add_ring(request, table)
+        self._sums(request, held + tokens.stop - tokens.start, table.device)
+        self.observed.append(Observed(request, tokens, held, self.rule, table[request.left :].clone(), None))
+        request.since = request.until
+
+    def _vote_later(self, request: _Held, table: torch.Tensor, places: NDArray[np.int32], present: set[str]) -> None:
+        """Gives the queries of a step places in the ring.
+
+        Args:
+            request: their request.
+            table: its block table.
+            places: `[num_tokens]`, written.
+            present: names of the requests in this step.
+        """
+        assert self._ring is not None
+        length = self._ring.length
+        if self.rule.every_query and request.computed - request.since == length:
+            self._add_ring(request, table)
+        if request.slot is None:
+            request.slot, request.since = self._free_slot(present), request.computed
+        first = max(request.computed, request.until - length)
+        for position in range(first, request.until):
+            places[position - request.computed] = self._ring.place(request.slot, position, length)
+        if first > request.computed:
+            request.since = first
+
+    def _free_slot(self, present: set[str]) -> int:
+        """Returns a slot of the ring that no request of this step has."""
+        assert self._ring is not None
+        taken = {request.slot for request in self._held.values()}
+        free = next((slot for slot in range(self._ring.slots) if slot not in taken), None)
+        if free is not None:
+            return free
+        # A preempted request begins again, so it needs no slot. A running one that waits loses votes.
+        absent = next(each for name, each in self._held.items() if name not in present and each.slot is not None)
+        free, absent.slot, absent.since = absent.slot, None, absent.until
+        assert free is not None
+        return free
+
+    def _sums(self, request: _Held, tokens: int, device: torch.device) -> torch.Tensor:
+        """Returns the votes that tokens of a request keep, with room for some tokens."""
+        known = request.sums
+        if known is None or known.shape[2] < tokens:
+            room = max(tokens, request.prompt_tokens)
+            sums = torch.zeros(len(self.layers), self._layer.num_kv_heads, room, device=device)
+            if known is not None:
+                sums[..., : known.shape[2]] = known
+            request.carry(sums, self.layers)
+        assert request.sums is not None
+        return request.sums
+
+    def _add_ring(self, request: _Held, table: torch.Tensor) -> int:
+        """Adds the votes of a request's queries in the ring; returns the number of tokens that it holds."""
+        held = request.computed - request.left * self.block_size
+        self._add_votes(self._sums(request, held, table.device), request, table, request.computed - request.since)
+        request.since = request.computed
+        return held
+
+    def _add_votes(self, votes: torch.Tensor, request: _Held, table: torch.Tensor, count: int) -> None:
+        """Adds the votes of the newest queries of a request to `[num_layers, num_kv_heads, num_tokens]`."""
+        if not count or request.slot is None:
+            return
+        assert self._ring is not None
+        query = self._ring.newest(request.slot, request.computed, count)
+        scales = [layer._q_scale for layer in self.layers.values()] if query.dtype.itemsize == 1 else None
+        first = request.computed - request.left * self.block_size - count
+        softmax = self._layer.impl.softmax
+        add_votes_of_layers(votes, query, first, table[request.left :], self._layer_caches(), softmax, scales)
+
+    def _evict(self, request: _Held, table: torch.Tensor, left: int) -> None:
+        """Moves the kept tokens of a request into their blocks. The step has not written yet.
+
+        Args:
+            request: the request.
+            table: its block table.
+            left: blocks that are given back, all evictions counted.
+        """
+        end = left + self.retention.kept_blocks(request.prompt_tokens, self.block_size)
+        tokens = request.computed - request.left * self.block_size
+        # A copy begins at an aligned address, for which kernels are compiled.
+        held = HeldBlocks(table[request.left :].clone(), tokens, left - request.left, end - request.left)
+        caches, rule = self._layer_caches(), self.rule
+        scores = self._scores(request, table, held, caches)
+        if rule.importance_share is not None:
+            # The mix is of pooled votes.
+            rule = replace(rule, pool_tokens=1)
+        kept = keep_tokens(scores, held, caches, rule)
+        if rule.carries_votes:
+            later = scores[..., held.end_block * self.block_size :]
+            request.carry(torch.cat([scores.gather(2, kept), later], dim=2), self.layers)
+        request.left = left
+
+    def _scores(self, request: _Held, table: torch.Tensor, held: HeldBlocks, caches: LayerCaches) -> torch.Tensor:
+        """Returns the scores of the tokens that a request holds, `[num_layers, num_kv_heads, num_tokens]`."""
+        rule, tokens = self.rule, held.num_tokens
+        if rule.random_seed is not None:
+            known = 0 if request.sums is None else request.sums.shape[2]
+            positions = range(request.computed - tokens + known, request.computed)
+            new = random_votes(positions, *self._numbers, rule.random_seed, table.device)
+            return new if request.sums is None else torch.cat([request.sums, new], dim=2)
+        if rule.every_query:
+            self._add_ring(request, table)
+            return self._sums(request, tokens, table.device)[..., :tokens]
+        votes = torch.zeros(len(caches.caches), caches.first.num_kv_heads, tokens, device=table.device)
+        count = min(request.computed - request.since, rule.window_tokens)
+        self._add_votes(votes, request, table, count)
+        if rule.importance_share is None:
+            return votes
+        weights = count * self._layer.num_heads // self._layer.num_kv_heads
+        return mixed_scores(votes, redundancy(held.block_table, tokens, caches), weights, rule)
+
+    def _layer_caches(self) -> LayerCaches:
+        """Returns the caches of the layers; makes them again when vLLM has bound others."""
+        bound = [layer.impl.bound_cache for layer in self.layers.values()]
+        if self._caches is None or any(ours is not now for ours, now in zip(self._bound, bound, strict=True)):
+            self._caches = LayerCaches(tuple(layer.impl.held_cache(layer) for layer in self.layers.values()))
+            self._bound = bound
+        return self._caches
+
+
+def ring_tokens(rule: CompactionRule) -> int:
+    """Returns the number of queries that the ring keeps of a request."""
+    return RING_TOKENS if rule.every_query else rule.window_tokens
