@@ -7,6 +7,7 @@ import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import random_votes
 from sparse_kernels.compaction.reference import SIMILAR
+from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from support.snapkv import votes_of
@@ -151,3 +152,25 @@ def test_a_request_keeps_the_best_tokens_again_and_again(model, method, prompt):
     harness, settings = harness_of(model, settings_of(method)), settings_of(method)
     models = [Model(settings, harness.request(prompt)), Model(settings, harness.request(130))]
     assert_follows(harness, models, [[0, 60], [prompt, 70], *[[1, 1]] * 140])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_that_evicts_while_it_decodes_gives_every_block_back(tmp_path, method):
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
+
+    crowd = [*prompts(4, 300), *prompts(3, 90), *prompts(3, 33)]
+    settings = {"compaction": METHODS[method] | {"budget_tokens": 128, "min_context_tokens": 0, "every": 48}}
+    with run_engine(
+        "dense", settings, model=str(save_shallow(tmp_path, layers=4)), num_gpu_blocks_override=40, max_model_len=704,
+        max_num_batched_tokens=256, block_size=32, max_num_seqs=10, enable_prefix_caching=False,
+    ) as engine:  # fmt: skip
+        answers = engine.answer(crowd, max_tokens=400, ignore_eos=True)
+        assert [len(tokens) for tokens in answers] == [400] * len(crowd)
+        # A context of 700 tokens needs 22 blocks, of which a request gives back at least 14.
+        assert engine.metric("vllm_sparse_blocks_freed_sum") > 10 * len(crowd)
+        assert engine.metric("vllm:num_preemptions_total") > 0
+        assert engine.metric("vllm:kv_cache_usage_perc") == 0
+        # Reading a freed block would change answers.
+        engine.spoil_freed_blocks()
+        assert engine.answer(crowd, max_tokens=400, ignore_eos=True) == answers

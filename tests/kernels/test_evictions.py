@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_refused():
         add_votes_of_layers(scores, torch.zeros(LAYERS, 1, 4, 16), 160, table, caches, Softmax(1.0))
     with pytest.raises(ValueError, match="caches: got 2 shapes, allowed: 1"):
         LayerCaches((caches.first, KVCache.from_rows(rows[0][:, :1], 8)))
-    with pytest.raises(ValueError, match="importance_share: got 1.5, allowed: 0 to 1"):
+    with pytest.raises(ValueError, match=r"importance_share: got 1\.5, allowed: 0 to 1"):
         CompactionRule(8, 1, 4, importance_share=1.5).check()
 
 
@@ -271,6 +271,6 @@ def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
             scores = mixed_scores(votes, redundancy(blocks, count, caches), 20 * 4, rule)
         found.append((scores.cpu(), caches, here, blocks))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-3
-    for scores, caches, _, blocks in found:
+    for _, caches, _, blocks in found:
         keep_tokens(found[0][0].to(blocks.device), HeldBlocks(blocks, count, 2, 5), caches, rule)
     assert torch.equal(found[0][2].view(torch.int8), found[1][2].cpu().view(torch.int8))

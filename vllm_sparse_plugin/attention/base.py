@@ -28,8 +28,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.plan import LayerPlan, numbered_heads
-from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
+from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.engine_settings import resolved
@@ -107,20 +107,29 @@ class SparseBackend:
         return compacted(spec, compaction.retention())
 
 
+def most_requests(vllm_config: VllmConfig) -> int:
+    """Returns the most requests of a step, padding included."""
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return max(vllm_config.scheduler_config.max_num_seqs, captured)
+
+
 class ModelSize(NamedTuple):
     """Size of a model."""
 
     longest_context: int
     """In tokens."""
     num_layers: int
+    requests: int
+    """The most requests of a step, padding included."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ModelSize:
         """Returns the size of an engine's model; zeros without a model."""
         model = vllm_config.model_config
         if model is None:
-            return cls(0, 0)
-        return cls(model.max_model_len, model.get_num_layers(vllm_config.parallel_config))
+            return cls(0, 0, 0)
+        layers, requests = model.get_num_layers(vllm_config.parallel_config), most_requests(vllm_config)
+        return cls(model.max_model_len, layers, requests)
 
 
 class SparseImpl:
@@ -327,7 +336,7 @@ def plan_compaction(
         the whole block table.
 
     Raises:
-        ConfigurationError: if the block sizes of attention and scheduler differ.
+        ConfigurationError: if the block sizes of attention and scheduler differ, or layers that evict together.
     """
     if not isinstance(spec, CompactSpec) or config.compaction is None or config.rolling_window is not None:
         return None
@@ -336,13 +345,16 @@ def plan_compaction(
         raise ConfigurationError(
             f"block_size: got {scheduled}, allowed with compaction: the block size of attention, {spec.block_size}"
         )
-    most = max(
-        vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    )
+    most = most_requests(vllm_config)
     retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
     if not config.compaction.evicts_between_steps:
         return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
     assert rule is not None
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
+    if len(shapes) > 1:
+        raise ConfigurationError(
+            f"model: got layers of {len(shapes)} shapes, allowed with compaction between steps: layers of one shape"
+        )
     layer = next(iter(layers.values()))
     return StepEvictions(
         retention, rule, layers, spec.block_size, most, current, device,

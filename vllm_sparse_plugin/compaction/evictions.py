@@ -6,7 +6,7 @@ until then, so each vote is the same as in the query's own step. Graphs of a ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sparse_kernels.compaction import (
+    ROWS_AT_ONCE,
     CompactionRule,
     HeldBlocks,
     LayerCaches,
@@ -98,6 +99,37 @@ class StepEvictions(StepCompaction):
             self._ring = QueryRing(len(layers), max_requests, length, heads, max_tokens, query_dtype, device)
             for index, layer in enumerate(layers.values()):
                 layer.impl.keep_queries(self._ring, index)
+
+    def rehearse(self, block_table: torch.Tensor) -> Iterator[tuple[int, list[Observed]]]:
+        """Yields dummy chunks whose queries vote in their step; see `StepCompaction.rehearse`."""
+        longest = len(block_table) * self.block_size
+        for rows in ROWS_AT_ONCE if self.rule.every_query else ():
+            count = min(rows, longest)
+            request = _Held(longest, until=count)
+            self._sums(request, count, block_table.device)
+            yield count, [Observed(request, slice(0, count), 0, self.rule, block_table, None)]
+
+    def rehearse_evictions(self, block_table: torch.Tensor) -> None:
+        """Launches every kernel of two evictions that follow each other.
+
+        Args:
+            block_table: `[max_blocks]` int32, room for the longest context. All caches have its blocks.
+        """
+        size, prompt = self.block_size, self.retention.kept_blocks(1, self.block_size) * self.block_size
+        request, longest = _Held(prompt, slot=0), len(block_table) * size
+        if self._ring is not None:
+            heads = self._layer.num_heads, self._layer.head_size
+            self._ring.write(0, torch.zeros(1, *heads, dtype=self._ring.dtype, device=block_table.device))
+        for computed in range(prompt, longest):
+            left = self.retention.left_out(prompt, computed + 1, size).stop
+            if left > request.left:
+                was = request.left
+                request.computed = computed
+                request.since = computed - ring_tokens(self.rule)
+                self._evict(request, block_table, left)
+                if was:
+                    break
+        self._caches = None
 
     def _left_out(self, common: CommonAttentionMetadata, lengths: list[int], query_lens: list[int]) -> list[int]:
         """Evicts from the requests that are due, and returns the number of blocks that each row does not read."""

@@ -120,7 +120,8 @@ def add_votes_of_layers(
         from sparse_kernels.compaction import held_triton
 
         scales = None if query_scales is None else torch.stack([scale.reshape(()) for scale in query_scales])
-        return held_triton.add_votes(votes, query, first_position, block_table, caches, softmax, scales)
+        held_triton.add_votes(votes, query, first_position, block_table, caches, softmax, scales)
+        return
     for layer, cache in enumerate(caches.caches):
         scale = None if query_scales is None else query_scales[layer]
         add_votes(votes[layer], ObservationWindow(query[layer], first_position, scale), block_table, cache, softmax)

@@ -19,8 +19,11 @@ from sparse_kernels.triton import arithmetic
 _MOVED_AT_ONCE = 32
 """Tokens that a program moves at a time."""
 _STORED = {
-    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv
-}  # fmt: skip
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 _WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 """Integer dtypes by size in bytes. The kernel that moves tokens copies their bits unchanged."""
 
@@ -220,7 +223,7 @@ def _move_in_place(
     kept_ptr += tl.program_id(0).to(tl.int64) * kept
     element = tl.arange(0, PADDED)
     tiles = (kept + TOKENS - 1) // TOKENS
-    for step in range(0, tiles):
+    for step in range(tiles):
         index = (tiles - 1 - step) * TOKENS + tl.arange(0, TOKENS)
         exists = index < kept
         source = tl.load(kept_ptr + index, mask=exists, other=0)

@@ -39,6 +39,11 @@ class QueryRing:
         """Returns the place of a query for `begin_step`."""
         return slot * length + position % length
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of queries."""
+        return self._queries.dtype
+
     def begin_step(self, places: NDArray[np.int32]) -> None:
         """Sets where the queries of a step go.
 
@@ -67,7 +72,8 @@ class QueryRing:
         if query.is_cuda:
             from sparse_kernels.compaction import held_triton
 
-            return held_triton.write_queries(query, places, ring)
+            held_triton.write_queries(query, places, ring)
+            return
         tokens = (places >= 0).nonzero()[:, 0]
         if len(tokens):
             ring.flatten(0, 1)[places[tokens].long()] = query[tokens]

@@ -35,11 +35,12 @@ from vllm_sparse_plugin.attention.cuda.metadata import (
     first_requests,
     without_first,
 )
-from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_up_meter
+from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_up_evictions, warm_up_meter
 from vllm_sparse_plugin.attention.cuda.whole import LayerHeads, WholeList
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
+from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.names import BACKENDS
@@ -109,6 +110,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.compaction is not None:
             for layer in {(layer.num_heads, layer.head_size): layer for layer in layers.values()}.values():
                 warm_up_compaction(layer, kv_cache_spec, vllm_config.model_config, self.compaction, device)
+        if isinstance(self.compaction, StepEvictions):
+            longest = vllm_config.model_config.max_model_len
+            warm_up_evictions(list(layers.values()), kv_cache_spec, longest, self.compaction, device)
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes

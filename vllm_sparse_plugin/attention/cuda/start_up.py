@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.block_prefill import scratch_bytes
+from sparse_kernels.compaction import CompactionRule
 from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -17,6 +18,7 @@ from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
 from vllm_sparse_plugin.attention.cuda.scales import scaled
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
+from vllm_sparse_plugin.compaction.evictions import StepEvictions, ring_tokens
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
@@ -45,6 +47,8 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
         if config.compaction.retention().counts_every_query:
             # The votes of a prompt that is still in prefill, in all layers.
             wanted += 4 * impl.num_kv_heads * longest * impl.model_size.num_layers
+        if config.compaction.evicts_between_steps:
+            wanted += _ring_bytes(impl, config.compaction.rule(), query.dtype.itemsize)
     if isinstance(config.prefill, BlockPrefill):
         itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
         layout = config.statistics_layout(impl.head_size, itemsize)
@@ -64,6 +68,14 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
     if not wanted:
         return
     torch.empty(wanted, dtype=torch.uint8, device=query.device)
+
+
+def _ring_bytes(impl: SparseImpl, rule: CompactionRule | None, itemsize: int) -> int:
+    """Returns the bytes of the queries that all layers keep for evictions."""
+    if rule is None or rule.random_seed is not None:
+        return 0
+    size = impl.model_size
+    return size.num_layers * size.requests * ring_tokens(rule) * impl.num_heads * impl.head_size * itemsize
 
 
 def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:
@@ -113,6 +125,23 @@ def warm_up_compaction(
             query = torch.zeros(tokens, layer.num_heads, impl.head_size, dtype=dtype, device=device)
             impl.observe(layer, query, observed)
             impl.compact_ended(layer, observed)
+
+
+def warm_up_evictions(
+    layers: Sequence[Any], spec: AttentionSpec, longest: int, evictions: StepEvictions, device: torch.device
+) -> None:
+    """Compiles the kernels of an eviction on temporary caches, before the first prompt.
+
+    Args:
+        layers: vLLM's layers that share the metadata builder.
+        spec: the layers' spec.
+        longest: tokens of the longest context that the engine serves.
+        evictions: of these layers.
+        device: the device of the layers.
+    """
+    with dropping(_COLD, "compaction"), ExitStack() as bound:
+        tables = [bound.enter_context(_on_one_block(layer.impl, spec, longest, device)) for layer in layers]
+        evictions.rehearse_evictions(tables[0])
 
 
 @contextmanager
