@@ -150,6 +150,8 @@ class SparseImpl:
     scale: float
     logits_soft_cap: float
     alibi_slopes: torch.Tensor | None
+    _ring: tuple[QueryRing, int] | None = None
+    """Where the layer keeps its queries, and its index there; None if they need not be kept."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -158,7 +160,6 @@ class SparseImpl:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self.bound_cache: torch.Tensor | None = None
         """The cache of which the layer has views."""
-        self._ring: tuple[QueryRing, int] | None = None
 
     def keep_queries(self, ring: QueryRing, index: int) -> None:
         """Has each step write its queries to layer `index` of a ring."""
