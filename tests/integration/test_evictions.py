@@ -7,6 +7,7 @@ import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import random_votes
 from sparse_kernels.compaction.reference import SIMILAR
+from sparse_kernels.page_statistics import update_page_statistics
 from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
@@ -152,6 +153,83 @@ def test_a_request_keeps_the_best_tokens_again_and_again(model, method, prompt):
     harness, settings = harness_of(model, settings_of(method)), settings_of(method)
     models = [Model(settings, harness.request(prompt)), Model(settings, harness.request(130))]
     assert_follows(harness, models, [[0, 60], [prompt, 70], *[[1, 1]] * 140])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_request_evicts_on_the_way(model, method):
+    """Its outputs are computed again in chunks. The chunk that crosses the prompt's end reads everything."""
+    harness, settings = harness_of(model, settings_of(method)), settings_of(method)
+    request = harness.request(100)
+    first = Model(settings, request)
+    assert_follows(harness, [first], [[100], *[[1]] * 200])
+    harness.release(request)
+    harness.free = harness.free[::-1]
+    assert_follows(harness, [Model(settings, request)], [[70], [50], [3], [90], [1], [60], *[[1]] * 60])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_behind_a_hit_leaves_shared_blocks_as_they_are(model, method):
+    harness, settings = harness_of(model, settings_of(method)), settings_of(method)
+    compaction = compaction_of(settings)
+    if compaction.retention().counts_every_query:
+        assert compaction.retention().longest_hit(170, BLOCK) == 0
+        return
+    first = harness.request(170)
+    harness.step([(first, 170)])
+    hit = compaction.retention().longest_hit(170, BLOCK) // BLOCK
+    assert hit == 2
+    shared = harness.cache[first.blocks[:hit]].clone()
+    request = harness.request(170, first, hit)
+    follower = Model(settings, request, held=[list(range(hit * BLOCK)) for _ in range(HEADS)])
+    for counts in ([170 - hit * BLOCK], *[[1]] * 150):
+        follower.before(*counts)
+        (output,) = harness.step([(request, *counts)])
+        assert (output.double() - follower.attend()).abs().max() < DENSE_TOLERANCE
+    assert torch.equal(harness.cache[first.blocks[:hit]], shared)
+
+
+def test_a_budget_that_covers_everything_changes_nothing(model):
+    outputs = []
+    for compaction in (None, settings_of("snapkv", budget_tokens=640), settings_of("random", min_context_tokens=640)):
+        harness = harness_of(model, compaction, "unique", selection={"policy": "unique", "budget_tokens": 64})
+        request = harness.request(300)
+        outputs.append(torch.cat([harness.step([(request, new)])[0] for new in (200, 100, *[1] * 200)]))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pages_are_selected_among_what_is_kept_after_every_eviction(model, method):
+    """A budget of all pages reads everything that is held; a page with wrong statistics would be ranked wrongly."""
+    settings = settings_of(method)
+    for budget, reads_all in ((512, True), (64, False)):
+        harness = harness_of(model, settings, "unique", selection={"policy": "unique", "budget_tokens": budget})
+        follower, exact = Model(settings, harness.request(150)), []
+        for new in (150, *[1] * 100):
+            follower.before(new)
+            (output,) = harness.step([(follower.request, new)])
+            exact.append(bool((output.double() - follower.attend()).abs().max() < DENSE_TOLERANCE))
+        assert all(exact) if reads_all else not all(exact)
+        cache = harness.layer.impl.statistics_cache
+        blocks = torch.tensor(follower.request.blocks[follower.left : len(follower.request.keys) // BLOCK])
+        written = [part[blocks].clone() for part in cache.statistics.parts]
+        pages = torch.arange(cache.keys.pages_per_block)
+        places = blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
+        update_page_statistics(cache.keys, cache.statistics, *places)
+        assert all(torch.equal(part[blocks], was) for part, was in zip(cache.statistics.parts, written, strict=True))
+
+
+def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
+    harness = harness_of(model, settings_of("h2o"))
+    other = harness.request(200)
+    for _ in range(4):
+        request = harness.request(200)
+        harness.step([(request, 150), (other, 10)])
+        harness.step([(other, 10)])  # steps may omit a request for a while
+        assert set(harness.builder.compaction._held) == {other.name, request.name}
+        harness.release(request)
+    harness.step([(other, 10)])
+    assert list(harness.builder.compaction._held) == [other.name]
 
 
 @pytest.mark.parametrize("method", METHODS)
