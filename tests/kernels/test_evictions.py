@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("share", [None, 0.1])
 @pytest.mark.parametrize(("size", "count"), [(64, 160), (128, 175), (256, 190)])
 def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
-    rows, table = layers_of(5, size, dtype)
+    rows, table = layers_of(-(-count // BLOCK), size, dtype)
     query = torch.randn(LAYERS, 20, 4 * HEADS, size, generator=torch.Generator().manual_seed(1)).bfloat16()
     rule, found = CompactionRule(8, 5, 4, importance_share=share), []
     for device in ("cpu", "cuda"):
