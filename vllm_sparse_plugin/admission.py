@@ -20,6 +20,7 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
+from vllm_sparse_plugin.compaction.refusals import refuse_evictions, refuse_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.anchors import refuse_anchors
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
@@ -219,8 +220,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config)
+            refusals += refuse_evictions(vllm_config, config.compaction)
         if config.rolling_window is not None:
-            _expect_rolling(expect, config, cache.cache_dtype)
+            refusals += refuse_rolling(config, cache.cache_dtype)
         if config.lossless is not None:
             _expect_verifiable(expect, vllm_config, config)
         if not refusals:
@@ -427,18 +429,6 @@ def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
     refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
     per_kind = vllm_config.attention_config.backend_per_kind
     refuse(bool(per_kind), "a backend by kind of attention")
-
-
-def _expect_rolling(expect: _Expect, config: ResolvedConfig, cache_dtype: str) -> None:
-    def refuse(holds: bool, got: str) -> None:
-        expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
-
-    refuse(cache_dtype in EIGHT_BIT_CACHES, "with a KV cache of 8 bits")
-    # Every token reads only the window, and the kernel of rolling positions supports no other selection.
-    policy = config.selection.name()
-    expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")
-    for section in ("routing", "stopping", "prefill"):
-        refuse(getattr(config.config, section) is not None, f"beside {KEY}.{section}")
 
 
 def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig) -> None:

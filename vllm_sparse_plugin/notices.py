@@ -76,8 +76,9 @@ class Situation(NamedTuple):
     def has_narrow_pools(self) -> bool:
         """Whether votes of a prompt's tokens are pooled over fewer tokens than a number or a name has."""
         compaction = self.config.compaction
-        is_snapkv = isinstance(compaction, SnapKVCompaction) and not isinstance(compaction, RKVCompaction)
-        return is_snapkv and compaction.pool_tokens < WIDE_POOL
+        if isinstance(compaction, RKVCompaction) or not isinstance(compaction, SnapKVCompaction):
+            return False
+        return compaction.pool_tokens < WIDE_POOL
 
     @property
     def has_heavy_hitters(self) -> bool:

@@ -14,6 +14,7 @@ from support.paged import dense_attention
 from support.snapkv import votes_of
 
 from vllm_sparse_plugin.config import COMPACTIONS, Compaction
+from vllm_sparse_plugin.requests.rows import preempt
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
@@ -217,6 +218,20 @@ def test_pages_are_selected_among_what_is_kept_after_every_eviction(model, metho
         places = blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
         update_page_statistics(cache.keys, cache.statistics, *places)
         assert all(torch.equal(part[blocks], was) for part, was in zip(cache.statistics.parts, written, strict=True))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
+def test_a_request_that_waits_keeps_its_queries_and_a_preempted_one_gives_its_place_back(model, method):
+    harness = harness_of(model, settings_of(method))
+    harness.builder.compaction._ring.slots = 2
+    models = [Model(settings_of(method), harness.request(prompt)) for prompt in (100, 90)]
+    waiting, preempted = (each.request.name for each in models)
+    assert_follows(harness, models, [[100, 90], *[[1, 1]] * 85])
+    preempt(harness, [preempted], [])
+    third = Model(settings_of(method), harness.request(50))
+    assert_follows(harness, [third], [[50], *[[1]] * 130])
+    assert set(harness.builder.compaction._held) == {waiting, third.request.name}
+    assert_follows(harness, models[:1], [[1]] * 60)
 
 
 def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):

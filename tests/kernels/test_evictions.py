@@ -48,6 +48,7 @@ def tokens_of(rows: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tens
 def kernels(request, monkeypatch):
     """Runs the operations in torch, or in Triton's interpreter."""
     if request.param == "torch":
+        monkeypatch.setattr(reference, "_ROWS_AT_ONCE", 64)
         return request.param
     request.getfixturevalue("interpreted")
     from sparse_kernels.compaction import held, held_triton

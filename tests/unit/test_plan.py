@@ -10,7 +10,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.cli.app import app
 from vllm_sparse_plugin.tools.cli.plan import CacheShape, _bytes_of, _pool
 
-LLAMA = CacheShape(32, 8, 128, 2)
+LLAMA = CacheShape(32, 32, 8, 128, 2)
 
 
 @pytest.fixture
@@ -167,9 +167,18 @@ def test_a_model_without_heads_or_layers_is_one_sentence(folder, zero):
 
 def test_classes_of_layers_share_the_pool():
     config = resolve(None, "pyramidkv")
-    tables, blocks = _pool(config, LLAMA, 2**35, 64)
-    dense, whole = _pool(resolve(None, "dense"), LLAMA, 2**35, 64)
+    tables, blocks = _pool(config, LLAMA, 2**35, 64, 256)
+    dense, whole = _pool(resolve(None, "dense"), LLAMA, 2**35, 64, 256)
     assert (len(tables), len(dense), blocks) == (4, 1, 4 * whole)
+
+
+def test_evictions_keep_queries_of_all_running_requests():
+    evicting = resolve({"compaction": {"method": "snapkv", "every": 128}}, "dense")
+    (_, blocks), (_, fewer) = (_pool(evicting, LLAMA, 2**35, 64, running) for running in (1, 1025))
+    # 32 queries of 32 layers with 32 heads of 128 elements are 8 MiB, as much as a block of 64 tokens.
+    assert blocks - fewer == 1024
+    with pytest.raises(ConfigurationError, match=r"^max_num_seqs: got 4096, allowed: fewer"):
+        _pool(evicting, LLAMA, 2**35, 64, 4096)
 
 
 @pytest.mark.parametrize(

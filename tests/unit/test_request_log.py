@@ -28,12 +28,16 @@ class Runner:
         return scheduler_output.finished_req_ids, intermediate_tensors
 
 
+def ended(*names):
+    return SimpleNamespace(finished_req_ids=set(names), preempted_req_ids=None, num_scheduled_tokens={})
+
+
 def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
-        compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish)
+        compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish, lambda *names: None)
     runner = made()
     log = request_log.of_runner(runner)
     assert request_log.of_runner(runner) is log
@@ -43,17 +47,17 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     masses = log.masses("a", torch.device("cpu"))
     masses += torch.tensor([1.8, 2.0])
     assert log.masses("a", torch.device("cpu")) is masses
-    assert runner.execute_model(SimpleNamespace(finished_req_ids=set()), "tensors") == (set(), "tensors")
+    assert runner.execute_model(ended(), "tensors") == (set(), "tensors")
     assert lines == []
     for name in ("a", "b", "c", "unknown"):
-        runner.execute_model(SimpleNamespace(finished_req_ids={name}))
+        runner.execute_model(ended(name))
     assert lines == [
         "request a: its decoding tokens read 10.00% of their contexts, "
         "estimated to carry 90.00% of the attention weight",
         "request b: its decoding tokens read 75.00% of their contexts",
     ]
-    runner.execute_model(SimpleNamespace(finished_req_ids={"a"}))
+    runner.execute_model(ended("a"))
     assert len(lines) == 2
     # A runner without a log logs nothing.
-    made().execute_model(SimpleNamespace(finished_req_ids={"a"}))
+    made().execute_model(ended("a"))
     assert len(lines) == 2

@@ -112,6 +112,14 @@ def test_evictions_follow_at_equal_distances_for_the_whole_life_of_a_request(eve
                 assert retention.held_blocks(prompt, context, BLOCK) <= 7 + -(-every // BLOCK) + 1
 
 
+@pytest.mark.parametrize(("every", "least"), [(16, 0), (40, 0), (128, 0), (40, 300)])
+def test_capacity_counts_what_a_request_holds_in_its_whole_life(every, least):
+    retention = repeating(every, least)
+    for prompt in (1, 90, 112, 113, 290, 299, 300, 500, 511):
+        held = [retention.held_blocks(prompt, context, BLOCK) for context in range(prompt + 1, 3000)]
+        assert max(held) <= retention.most_held_blocks(prompt, BLOCK) <= max(held) + 1
+
+
 def test_a_prompt_within_the_budget_is_evicted_from_at_the_budget_and_the_distance():
     retention = repeating(128)
     assert retention.left_out(50, 112 + 128, BLOCK) == range(0)

@@ -88,7 +88,7 @@ class SparseBackend:
         vLLM asks a backend for its layer class while it builds a model. By then it has imported the runner, and the
         runner has not set up its cache.
         """
-        compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish)
+        compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish, rows.preempt)
 
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
@@ -107,12 +107,6 @@ class SparseBackend:
         return compacted(spec, compaction.retention())
 
 
-def most_requests(vllm_config: VllmConfig) -> int:
-    """Returns the most requests of a step, padding included."""
-    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    return max(vllm_config.scheduler_config.max_num_seqs, captured)
-
-
 class ModelSize(NamedTuple):
     """Size of a model."""
 
@@ -120,7 +114,7 @@ class ModelSize(NamedTuple):
     """In tokens."""
     num_layers: int
     requests: int
-    """The most requests of a step, padding included."""
+    """The most requests that run at once."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ModelSize:
@@ -128,8 +122,8 @@ class ModelSize(NamedTuple):
         model = vllm_config.model_config
         if model is None:
             return cls(0, 0, 0)
-        layers, requests = model.get_num_layers(vllm_config.parallel_config), most_requests(vllm_config)
-        return cls(model.max_model_len, layers, requests)
+        layers = model.get_num_layers(vllm_config.parallel_config)
+        return cls(model.max_model_len, layers, vllm_config.scheduler_config.max_num_seqs)
 
 
 class SparseImpl:
@@ -346,7 +340,8 @@ def plan_compaction(
         raise ConfigurationError(
             f"block_size: got {scheduled}, allowed with compaction: the block size of attention, {spec.block_size}"
         )
-    most = most_requests(vllm_config)
+    running = vllm_config.scheduler_config.max_num_seqs
+    most = max(running, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
     retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
     if not config.compaction.evicts_between_steps:
         return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
@@ -362,6 +357,7 @@ def plan_compaction(
         numbers=numbered_heads(layers, vllm_config),
         query_dtype=vllm_config.model_config.dtype if layer.query_quant is None else torch.float8_e4m3fn,
         max_tokens=max(vllm_config.scheduler_config.max_num_batched_tokens, most),
+        slots=running,
     )  # fmt: skip
 
 

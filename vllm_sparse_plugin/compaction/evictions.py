@@ -31,9 +31,6 @@ from vllm_sparse_plugin.compaction.step import Observed, RequestState, StepCompa
 from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.requests.rows import BatchRows
 
-RING_TOKENS = 32
-"""Queries of a request in the ring if all queries vote."""
-
 
 @dataclass
 class _Held(RequestState):
@@ -70,6 +67,7 @@ class StepEvictions(StepCompaction):
         numbers: Sequence[tuple[int, range]],
         query_dtype: torch.dtype,
         max_tokens: int,
+        slots: int,
     ) -> None:
         """Allocates the ring if queries vote.
 
@@ -84,6 +82,7 @@ class StepEvictions(StepCompaction):
             numbers: the number of each layer in the model, and the numbers of its KV heads.
             query_dtype: of the layers' queries.
             max_tokens: the most query tokens of a step, padding included.
+            slots: the most requests that run at once, in one step or not. Each has a place in the ring.
         """
         super().__init__(retention, rule, layers, block_size, max_requests, rows, device)
         self.rule = rule
@@ -93,10 +92,9 @@ class StepEvictions(StepCompaction):
         self._bound: list[torch.Tensor | None] = []
         self._layer = next(iter(layers.values()))
         self._ring: QueryRing | None = None
-        if rule.random_seed is None:
+        if length := rule.ring_tokens:
             heads = self._layer.num_heads, self._layer.head_size
-            length = ring_tokens(rule)
-            self._ring = QueryRing(len(layers), max_requests, length, heads, max_tokens, query_dtype, device)
+            self._ring = QueryRing(len(layers), slots, length, heads, max_tokens, query_dtype, device)
             for index, layer in enumerate(layers.values()):
                 layer.impl.keep_queries(self._ring, index)
 
@@ -125,7 +123,7 @@ class StepEvictions(StepCompaction):
             if left > request.left:
                 was = request.left
                 request.computed = computed
-                request.since = computed - ring_tokens(self.rule)
+                request.since = computed - self.rule.ring_tokens
                 self._evict(request, block_table, left)
                 if was:
                     break
@@ -137,7 +135,8 @@ class StepEvictions(StepCompaction):
         places = np.full(starts[-1], -1, dtype=np.int32)
         self.observed = []
         rows = self.rows.of(common)[: common.num_reqs]
-        present = {row.request_id for row in rows if row is not None}
+        for name in [name for name in self._held if not self.rows.runs(name)]:
+            del self._held[name]
         for index, row in enumerate(rows):
             if row is None or not query_lens[index]:
                 continue
@@ -157,11 +156,9 @@ class StepEvictions(StepCompaction):
                 if self.rule.every_query and query_lens[index] > 1:
                     self._vote_now(request, table, tokens)
                 else:
-                    self._vote_later(request, table, places[tokens], present)
+                    self._vote_later(request, table, places[tokens])
         if self._ring is not None:
             self._ring.begin_step(places)
-        for name in [name for name in self._held if name not in present and not self.rows.knows(name)]:
-            del self._held[name]
         return left_out
 
     def _vote_now(self, request: _Held, table: torch.Tensor, tokens: slice) -> None:
@@ -177,39 +174,31 @@ class StepEvictions(StepCompaction):
         self.observed.append(Observed(request, tokens, held, self.rule, table[request.left :].clone(), None))
         request.since = request.until
 
-    def _vote_later(self, request: _Held, table: torch.Tensor, places: NDArray[np.int32], present: set[str]) -> None:
+    def _vote_later(self, request: _Held, table: torch.Tensor, places: NDArray[np.int32]) -> None:
         """Gives the queries of a step places in the ring.
 
         Args:
             request: their request.
             table: its block table.
             places: `[num_tokens]`, written.
-            present: names of the requests in this step.
         """
         assert self._ring is not None
         length = self._ring.length
         if self.rule.every_query and request.computed - request.since == length:
             self._add_ring(request, table)
         if request.slot is None:
-            request.slot, request.since = self._free_slot(present), request.computed
+            request.slot, request.since = self._free_slot(), request.computed
         first = max(request.computed, request.until - length)
         for position in range(first, request.until):
             places[position - request.computed] = self._ring.place(request.slot, position, length)
         if first > request.computed:
             request.since = first
 
-    def _free_slot(self, present: set[str]) -> int:
-        """Returns a slot of the ring that no request of this step has."""
+    def _free_slot(self) -> int:
+        """Returns a slot of the ring that no request has. There is one: only requests that run have a slot."""
         assert self._ring is not None
         taken = {request.slot for request in self._held.values()}
-        free = next((slot for slot in range(self._ring.slots) if slot not in taken), None)
-        if free is not None:
-            return free
-        # A preempted request begins again, so it needs no slot. A running one that waits loses votes.
-        absent = next(each for name, each in self._held.items() if name not in present and each.slot is not None)
-        free, absent.slot, absent.since = absent.slot, None, absent.until
-        assert free is not None
-        return free
+        return next(slot for slot in range(self._ring.slots) if slot not in taken)
 
     def _sums(self, request: _Held, tokens: int, device: torch.device) -> torch.Tensor:
         """Returns the votes that tokens of a request keep, with room for some tokens."""
@@ -232,9 +221,10 @@ class StepEvictions(StepCompaction):
 
     def _add_votes(self, votes: torch.Tensor, request: _Held, table: torch.Tensor, count: int) -> None:
         """Adds the votes of the newest queries of a request to `[num_layers, num_kv_heads, num_tokens]`."""
-        if not count or request.slot is None:
+        if not count:
             return
         assert self._ring is not None
+        assert request.slot is not None
         query = self._ring.newest(request.slot, request.computed, count)
         scales = [layer._q_scale for layer in self.layers.values()] if query.dtype.itemsize == 1 else None
         first = request.computed - request.left * self.block_size - count
@@ -276,11 +266,12 @@ class StepEvictions(StepCompaction):
             self._add_ring(request, table)
             return self._sums(request, tokens, table.device)[..., :tokens]
         votes = torch.zeros(len(caches.caches), caches.first.num_kv_heads, tokens, device=table.device)
-        count = min(request.computed - request.since, rule.window_tokens)
-        self._add_votes(votes, request, table, count)
+        # Fewer votes would depend on other requests. The kept blocks are never a prefix-cache hit, and hold the window.
+        assert request.computed - request.since >= rule.window_tokens
+        self._add_votes(votes, request, table, rule.window_tokens)
         if rule.importance_share is None:
             return votes
-        weights = count * self._layer.num_heads // self._layer.num_kv_heads
+        weights = rule.window_tokens * self._layer.num_heads // self._layer.num_kv_heads
         return mixed_scores(votes, redundancy(held.block_table, tokens, caches), weights, rule)
 
     def _layer_caches(self) -> LayerCaches:
@@ -290,8 +281,3 @@ class StepEvictions(StepCompaction):
             self._caches = LayerCaches(tuple(layer.impl.held_cache(layer) for layer in self.layers.values()))
             self._bound = bound
         return self._caches
-
-
-def ring_tokens(rule: CompactionRule) -> int:
-    """Returns the number of queries that the ring keeps of a request."""
-    return RING_TOKENS if rule.every_query else rule.window_tokens

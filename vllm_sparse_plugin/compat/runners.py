@@ -26,10 +26,11 @@ def hook_model_runners(
     added: Callable[[Any, Any], None],
     begin_step: Callable[[Any, Lengths | None], bool],
     finished: Callable[[Any, Iterable[str]], None],
+    preempted: Callable[[Any, Iterable[str], Iterable[str]], None],
 ) -> None:
     """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
-    cache specifications of layers, before each step chooses a CUDA graph, and when requests end. The second runner
-    also calls back for new requests.
+    cache specifications of layers, before each step chooses a CUDA graph, and when requests end or are preempted.
+    The second runner also calls back for new requests.
 
     Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
@@ -45,6 +46,8 @@ def hook_model_runners(
         begin_step: takes a runner, and a function that returns query and context tokens of each request of the next
             step (None for a step without requests); returns whether the step must call layers.
         finished: takes a runner and the names of requests that have ended.
+        preempted: takes a runner, the names of requests that were preempted, and those of the requests in the next
+            step.
     """
     for module in _RUNNER_MODULES:
         # Only the module of this worker's runner has been imported.
@@ -56,7 +59,7 @@ def hook_model_runners(
         if hasattr(runner, "add_requests"):
             runner.add_requests = _telling(runner.add_requests, added)
         if hasattr(runner, "execute_model"):
-            runner.execute_model = _telling_ends(runner.execute_model, finished)
+            runner.execute_model = _telling_ends(runner.execute_model, finished, preempted)
         if hasattr(runner, "gather_batch_req_state"):
             runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
         elif hasattr(runner, "_determine_batch_execution_and_padding"):
@@ -216,11 +219,16 @@ def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]
     return add
 
 
-def _telling_ends(execute_model: Callable[..., Any], finished: Callable[[Any, Iterable[str]], None]) -> Any:
+def _telling_ends(
+    execute_model: Callable[..., Any],
+    finished: Callable[[Any, Iterable[str]], None],
+    preempted: Callable[[Any, Iterable[str], Iterable[str]], None],
+) -> Any:
     @functools.wraps(execute_model)
     def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler_output.finished_req_ids:
             finished(runner, scheduler_output.finished_req_ids)
+        preempted(runner, scheduler_output.preempted_req_ids or (), scheduler_output.num_scheduled_tokens)
         return execute_model(runner, scheduler_output, *args, **kwargs)
 
     return execute

@@ -87,6 +87,18 @@ class Compaction(Section):
         """Whether all layers evict together before a step, not each layer in the step that ends a prompt."""
         return False
 
+    def query_bytes(self, num_layers: int, query_heads: int, head_size: int, itemsize: int) -> int:
+        """Returns the bytes of the queries that a worker keeps of a running request for its evictions.
+
+        Args:
+            num_layers: of the worker.
+            query_heads: of a layer of the worker.
+            head_size: elements of a head.
+            itemsize: bytes of an element.
+        """
+        rule = self.rule() if self.evicts_between_steps else None
+        return 0 if rule is None else rule.ring_tokens * num_layers * query_heads * head_size * itemsize
+
     def rolling_window(self) -> RollingWindow | None:
         """Returns the window of rolling positions, as the operation takes it; None for positions of the text."""
         return None

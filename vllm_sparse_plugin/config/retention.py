@@ -142,6 +142,16 @@ class Retention:
         every = -(-context_tokens // block_size)
         return every - len(self.left_out(prompt_tokens, context_tokens, block_size))
 
+    def most_held_blocks(self, prompt_tokens: int, block_size: int) -> int:
+        """Returns the number of blocks that a decoding request holds: with `every` the most in its whole life, up to
+        the step after an eviction; otherwise those after its prompt, without decoded tokens."""
+        after_prompt = self.held_blocks(prompt_tokens, prompt_tokens + 1, block_size)
+        if self.every is None:
+            return after_prompt
+        before_first = -(-(self._first_eviction(prompt_tokens, block_size) + 1) // block_size)
+        between = self.kept_blocks(prompt_tokens, block_size) + -(-self.every // block_size) + 1
+        return max(after_prompt, between, before_first if prompt_tokens < self.min_context_tokens else 0)
+
 
 def requests_at_once(
     retentions: Sequence[Retention | None], num_blocks: int, prompt_tokens: int, block_size: int
@@ -157,7 +167,7 @@ def requests_at_once(
     prompt_blocks = -(-(prompt_tokens + 1) // block_size)
     every = prompt_blocks * len(retentions)
     held = sum(
-        prompt_blocks if retention is None else retention.held_blocks(prompt_tokens, prompt_tokens + 1, block_size)
+        prompt_blocks if retention is None else retention.most_held_blocks(prompt_tokens, block_size)
         for retention in retentions
     )
     return 1 + (num_blocks - every) // held if num_blocks >= every else 0

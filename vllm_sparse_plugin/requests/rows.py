@@ -75,11 +75,17 @@ class BatchRows:
             return request_id in runner.req_states.req_id_to_index
         return request_id in runner.requests
 
+    def runs(self, request_id: str) -> bool:
+        """Returns whether a request has ended neither in full nor by a preemption. It may wait in this step."""
+        return self.knows(request_id) and request_id not in _preempted.get(self._runner(), ())
+
 
 _building: ContextVar[BatchRows | None] = ContextVar("building", default=None)
 """The rows of the model runner that is creating its metadata builders."""
 _noted: WeakKeyDictionary[Any, dict[str | None, Mapping[str, Any]]] = WeakKeyDictionary()
 """`extra_args` by request, for each of the newer model runners. Only requests with `extra_args` are listed."""
+_preempted: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Requests that were preempted and have not been resumed, for each model runner."""
 
 
 def note(runner: Any, new: Iterable[Any]) -> None:
@@ -97,6 +103,19 @@ def note(runner: Any, new: Iterable[Any]) -> None:
             noted[request.req_id] = parameters.extra_args
     for name in [name for name in noted if name not in runner.req_states.req_id_to_index]:
         del noted[name]
+
+
+def preempt(runner: Any, names: Iterable[str], scheduled: Iterable[str]) -> None:
+    """Notes the requests that were preempted. The first model runner keeps them as if they waited for a step.
+
+    Args:
+        runner: the model runner.
+        names: of the requests that were preempted before the next step.
+        scheduled: names of the requests in that step.
+    """
+    known, rows = _preempted.setdefault(runner, set()), BatchRows(runner)
+    known.update(names)
+    known.difference_update(scheduled, [name for name in known if not rows.knows(name)])
 
 
 @contextmanager

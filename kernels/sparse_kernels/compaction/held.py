@@ -224,7 +224,8 @@ def keep_tokens(scores: torch.Tensor, held: HeldBlocks, caches: LayerCaches, rul
     if scores.shape != shape:
         raise ValueError(f"scores: got {list(scores.shape)}, allowed: {list(shape)}")
     candidates, before = held.end_block * block_size, held.first_block * block_size
-    kept = choose_tokens(scores.flatten(0, 1), held.num_tokens, candidates, before, rule).unflatten(0, shape[:2])
+    kept: torch.Tensor = choose_tokens(scores.flatten(0, 1), held.num_tokens, candidates, before, rule)
+    kept = kept.unflatten(0, shape[:2])
     if not kept.is_cuda:
         for of_layer, cache in zip(kept, caches.caches, strict=True):
             reference.move_tokens(of_layer, held.block_table, held.first_block, cache)

@@ -12,6 +12,8 @@ SIMILAR = 0.5
 """Cosine above which two keys are similar, as in R-KV's code."""
 TINY = 1e-8
 """Least norm of a key in a cosine."""
+_ROWS_AT_ONCE = 512
+"""Tokens that are compared with all tokens at a time, which bounds the memory."""
 
 
 def choose_tokens(
@@ -87,8 +89,12 @@ def mean_similarity(block_table: torch.Tensor, num_tokens: int, cache: KVCache) 
         keys = cache.keys.gather_tokens(blocks, torch.tensor(head), token % block_size).view(cache.keys.view.dtype)
         keys = keys.float()
         unit = keys / keys.norm(dim=-1, keepdim=True).clamp(min=TINY)
-        cosine = (unit @ unit.T).fill_diagonal_(0.0)
-        newest = torch.where(cosine > SIMILAR, token, -1).amax(dim=1)
-        cosine[token == newest[:, None]] = 0.0
-        means.append(cosine.mean(dim=0))
+        sums = torch.zeros(num_tokens)
+        for rows in token.split(_ROWS_AT_ONCE):
+            cosine = unit[rows] @ unit.T
+            cosine[rows[:, None] == token] = 0.0
+            newest = torch.where(cosine > SIMILAR, token, -1).amax(dim=1)
+            cosine[token == newest[:, None]] = 0.0
+            sums += cosine.sum(dim=0)
+        means.append(sums / num_tokens)
     return torch.stack(means)

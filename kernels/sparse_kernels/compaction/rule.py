@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from sparse_kernels.token_prefill import TokenRule
 
+_RING_TOKENS = 32
+"""Queries that vote at once if all queries vote."""
+
 
 @dataclass(frozen=True)
 class CompactionRule:
@@ -28,6 +31,13 @@ class CompactionRule:
     """R-KV's lambda: the share of the votes in a score; the rest is that of redundancy. None for votes alone."""
     random_seed: int | None = None
     """Seed of `random_votes`, which replace the votes; None for votes of queries."""
+
+    @property
+    def ring_tokens(self) -> int:
+        """Newest queries of a request that are kept for its evictions; 0 if no query votes."""
+        if self.random_seed is not None:
+            return 0
+        return _RING_TOKENS if self.every_query else self.window_tokens
 
     @property
     def carries_votes(self) -> bool:

@@ -213,7 +213,7 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, prese
     monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
     config = resolve(None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
-    layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32), GROUP
+    layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32, 1), GROUP
     query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
     output = torch.ones_like(query)
     layer.forward(module, query, None, None, empty(0), None, output)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.block_prefill import scratch_bytes
-from sparse_kernels.compaction import CompactionRule
 from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -18,7 +17,7 @@ from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
 from vllm_sparse_plugin.attention.cuda.scales import scaled
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
-from vllm_sparse_plugin.compaction.evictions import StepEvictions, ring_tokens
+from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
@@ -47,8 +46,9 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
         if config.compaction.retention().counts_every_query:
             # The votes of a prompt that is still in prefill, in all layers.
             wanted += 4 * impl.num_kv_heads * longest * impl.model_size.num_layers
-        if config.compaction.evicts_between_steps:
-            wanted += _ring_bytes(impl, config.compaction.rule(), query.dtype.itemsize)
+        size, itemsize = impl.model_size, query.dtype.itemsize
+        of_request = config.compaction.query_bytes(size.num_layers, impl.num_heads, impl.head_size, itemsize)
+        wanted += size.requests * of_request
     if isinstance(config.prefill, BlockPrefill):
         itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
         layout = config.statistics_layout(impl.head_size, itemsize)
@@ -68,14 +68,6 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
     if not wanted:
         return
     torch.empty(wanted, dtype=torch.uint8, device=query.device)
-
-
-def _ring_bytes(impl: SparseImpl, rule: CompactionRule | None, itemsize: int) -> int:
-    """Returns the bytes of the queries that all layers keep for evictions."""
-    if rule is None or rule.random_seed is not None:
-        return 0
-    size = impl.model_size
-    return size.num_layers * size.requests * ring_tokens(rule) * impl.num_heads * impl.head_size * itemsize
 
 
 def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:

@@ -47,6 +47,8 @@ class CacheShape(NamedTuple):
     """Shape of a model's KV cache."""
 
     layers: int
+    heads: int
+    """Query heads."""
     kv_heads: int
     head_size: int
     itemsize: int
@@ -87,6 +89,9 @@ def plan(
         int | None, typer.Option(help="As for vLLM. Default: as a server chooses.", min=1, max=_MOST_TOKENS)
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
+    max_num_seqs: Annotated[
+        int, typer.Option(help="As for vLLM; counts with compaction.every alone.", min=1, max=_MOST_TOKENS)
+    ] = 256,
     attention_backend: AttentionBackend = "unique",
     additional_config: AdditionalConfig = "{}",
 ) -> None:
@@ -126,7 +131,7 @@ def plan(
             config = resolve(value, of_preset, trained)
             _expect_served(config, shape)
             tokens = shape.block_size(config, block_size)
-            tables, num_blocks = _pool(config, shape, memory, tokens)
+            tables, num_blocks = _pool(config, shape, memory, tokens, max_num_seqs)
         except ConfigurationError as error:
             refused.append(f"{name} is refused: {error}")
             table.add_row(name, *["-"] * (4 + len(prompts)))
@@ -170,12 +175,16 @@ def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
 
 
 def _pool(
-    config: ResolvedConfig, shape: CacheShape, memory: int, block_size: int
+    config: ResolvedConfig, shape: CacheShape, memory: int, block_size: int, running: int
 ) -> tuple[list[Retention | None], int]:
     """Return the retention of each block table of a request, and the number of blocks that the tables share."""
     layer_bytes = shape.block_bytes(config, block_size)
     if config.compaction is None:
         return [None], memory // (layer_bytes * shape.layers)
+    # Queries have 16 bits where keys have fewer.
+    memory -= running * config.compaction.query_bytes(shape.layers, shape.heads, shape.head_size, 2)
+    if memory <= 0:
+        raise ConfigurationError(f"max_num_seqs: got {running}, allowed: fewer, since evictions keep queries of each")
     kept = list(dict.fromkeys(config.compaction.retention().of_layers(shape.layers)))
     return [*kept], memory // (layer_bytes * (shape.layers // len(kept)))
 
@@ -192,8 +201,9 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
         heads = int(config["num_attention_heads"])
         kv_heads = config.get("num_key_value_heads")
         shape = CacheShape(
-            int(config["num_hidden_layers"]), heads if kv_heads is None else int(kv_heads), head_size_of(config), 2
-        )
+            int(config["num_hidden_layers"]), heads, heads if kv_heads is None else int(kv_heads),
+            head_size_of(config), 2,
+        )  # fmt: skip
         if min(shape) < 1:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):

@@ -1,0 +1,46 @@
+"""Refuses options that do not fit a method of compaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_sparse_plugin.config import KEY, Compaction, ResolvedConfig, RKVCompaction
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_QUERY_BYTES = 16 << 30
+"""Bytes of the queries that a worker may keep for evictions."""
+_COMPARED_TOKENS = 32768
+"""Longest context in which each key may be compared with all others. The time grows with the square of the length."""
+
+
+def refuse_evictions(vllm_config: VllmConfig, compaction: Compaction) -> Iterator[tuple[str, object, str]]:
+    """Yields the field, the value and the allowed values of options that do not fit the evictions."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers, heads = model.get_num_layers(parallel), model.get_num_attention_heads(parallel)
+    running = vllm_config.scheduler_config.max_num_seqs
+    of_request = compaction.query_bytes(layers, heads, model.get_head_size(), model.dtype.itemsize)
+    if running * of_request > _QUERY_BYTES:
+        size = f"{of_request / 2**20:.1f} MiB of queries"
+        allowed = f"at most {_QUERY_BYTES // of_request}: each running request keeps {size} for {KEY}.compaction"
+        yield "max_num_seqs", running, allowed
+    if isinstance(compaction, RKVCompaction) and model.max_model_len > _COMPARED_TOKENS:
+        allowed = f"at most {_COMPARED_TOKENS} with {KEY}.compaction.method {compaction.name()}"
+        yield "max_model_len", model.max_model_len, allowed
+
+
+def refuse_rolling(config: ResolvedConfig, cache_dtype: str) -> Iterator[tuple[str, object, str]]:
+    """Yields the field, the value and the allowed values of options that do not fit rolling positions."""
+    field = f"{KEY}.compaction.positions"
+    if cache_dtype in EIGHT_BIT_CACHES:
+        yield field, "rolling with a KV cache of 8 bits", "text"
+    # Every token reads only the window, and the kernel of rolling positions supports no other selection.
+    policy = config.selection.name()
+    if policy != "dense":
+        yield "selection.policy", f"{policy} with compaction.positions rolling", "dense"
+    for section in ("routing", "stopping", "prefill"):
+        if getattr(config.config, section) is not None:
+            yield field, f"rolling beside {KEY}.{section}", "text"
