@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import random_votes
-from sparse_kernels.compaction.reference import SIMILAR
+from sparse_kernels.compaction.rule import SIMILAR
 from sparse_kernels.page_statistics import update_page_statistics
 from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request

@@ -172,7 +172,7 @@ class SnapKVCompaction(RepeatedCompaction):
     method: Literal["snapkv"] = "snapkv"
     """Name of the method."""
     window_tokens: Annotated[int, Field(ge=1, le=512)] = 32
-    """Newest tokens of the prompt; they vote and are kept."""
+    """Newest tokens; they vote and are kept."""
     pool_tokens: Annotated[int, Field(ge=1, le=99)] = 25
     """A token takes the largest vote among this many tokens around it, an odd number; 1: its own."""
 
@@ -205,7 +205,7 @@ class PyramidKVCompaction(SnapKVCompaction):
     method: Literal["pyramidkv"] = "pyramidkv"  # type: ignore[assignment]
     """Name of the method."""
     window_tokens: Annotated[int, Field(ge=1, le=512)] = 128
-    """Newest tokens of the prompt; they vote and are kept."""
+    """Newest tokens; they vote and are kept."""
     beta: Annotated[float, Field(ge=1.0, le=1000.0)] = 20.0
     """The last layer keeps the average budget divided by this, the first layers more; 1: equal budgets."""
     layer_classes: Annotated[int, Field(ge=1, le=16)] = 4
@@ -223,7 +223,7 @@ class H2OCompaction(RepeatedCompaction):
     method: Literal["h2o"] = "h2o"
     """Name of the method."""
     recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the budget for the newest prompt tokens; sinks and heavy hitters share the rest."""
+    """Share of the budget for the newest tokens; sinks and chosen tokens share the rest."""
 
     def retention(self) -> Retention:
         """Returns what the layers keep, which depends on all queries of a prompt."""
@@ -267,7 +267,7 @@ class RandomCompaction(RepeatedCompaction):
     method: Literal["random"] = "random"
     """Name of the method."""
     recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the budget for the newest tokens; sinks and random tokens share the rest."""
+    """Share of the budget for the newest tokens; sinks and chosen tokens share the rest."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
     """Seed of the hash."""
 

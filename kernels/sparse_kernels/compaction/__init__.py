@@ -8,15 +8,8 @@ from sparse_kernels.compaction.api import (
     compact_prompt,
     voting_rows,
 )
-from sparse_kernels.compaction.held import (
-    HeldBlocks,
-    LayerCaches,
-    add_votes_of_layers,
-    keep_tokens,
-    mixed_scores,
-    random_votes,
-    redundancy,
-)
+from sparse_kernels.compaction.held import add_votes_of_layers, keep_tokens, mixed_scores, random_votes, redundancy
+from sparse_kernels.compaction.layers import HeldBlocks, LayerCaches
 from sparse_kernels.compaction.ring import QueryRing
 from sparse_kernels.compaction.rule import CompactionRule
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from sparse_kernels.batch import Softmax
-from sparse_kernels.compaction.held import LayerCaches
-from sparse_kernels.compaction.reference import SIMILAR, TINY
+from sparse_kernels.compaction.layers import LayerCaches
+from sparse_kernels.compaction.rule import SIMILAR, TINY
 from sparse_kernels.token_prefill.triton.parts import base_2_logits, tile_of
 from sparse_kernels.triton import arithmetic
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction.rule import CompactionRule
+from sparse_kernels.compaction.rule import SIMILAR, TINY, CompactionRule
 from sparse_kernels.page_statistics import update_page_statistics
 
-SIMILAR = 0.5
-"""Cosine above which two keys are similar, as in R-KV's code."""
-TINY = 1e-8
-"""Least norm of a key in a cosine."""
 _ROWS_AT_ONCE = 512
 """Tokens that are compared with all tokens at a time, which bounds the memory."""
 

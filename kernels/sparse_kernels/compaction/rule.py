@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from sparse_kernels.token_prefill import TokenRule
 
+SIMILAR = 0.5
+"""Cosine above which two keys are similar, as in R-KV's code."""
+TINY = 1e-8
+"""Least norm of a key in a cosine."""
 _RING_TOKENS = 32
 """Queries that vote at once if all queries vote."""
 
