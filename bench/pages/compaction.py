@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
@@ -106,6 +107,37 @@ def identical() -> Block:
         f"{sum(row['prompts'] for row in rows)} answers of needle-8m equal those of dense attention ({backends})."
     )
     return Block(wrap(text, ""), paths) if paths else Block(_NOTHING)
+
+
+def decoded() -> Block:
+    """Next tokens and loss beside dense attention, of methods that evict while a text is decoded."""
+    paths, lines = _files("decoded"), []
+    for path in paths:
+        rows = read_run(path).rows
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            found = [row for row in rows if row["setting"] == setting]
+            kept, same, nats = (mean(row[name] for row in found) for name in ("key_kept_share", "agreement", "nll"))
+            name = "dense, in other batches" if setting == "dense-again" else f"`{setting}`"
+            lines.append([name, f"{kept:.0%}", f"{same:.1%}", f"{nats:.3f}"])
+    headings = ["method", "tokens kept", "same next token as dense", "more nats per token"]
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def decoding() -> Block:
+    """Users and speed of short prompts with long outputs, of methods that evict while requests decode."""
+    paths = _files("decoding")
+    lines = [
+        [
+            f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['output_tokens_per_second']:,}",
+            f"{row['step_ms_median']:.1f}", f"{row['step_ms_p99']:.0f}", f"{row['step_ms_max']:.0f}",
+        ]
+        for path in paths
+        for row in read_run(path).rows
+    ]  # fmt: skip
+    headings = [
+        "backend or method", "requests at once", "output tokens per s", "median step, ms", "99th percentile", "longest"
+    ]  # fmt: skip
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
 
 
 def streams() -> Block:

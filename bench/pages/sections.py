@@ -80,6 +80,8 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "compaction-speed": compaction.speed,
     "compaction-checks": compaction.checks,
     "compaction-stream": compaction.streams,
+    "compaction-decoded": compaction.decoded,
+    "compaction-decoding": compaction.decoding,
     "families": families.families,
     "deployments": deployments.deployments,
 }

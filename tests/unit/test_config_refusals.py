@@ -167,7 +167,8 @@ BAD = {
     ),
     "compaction without a method": (
         {"compaction": {"budget_tokens": 64}},
-        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv, streaming_llm or zipvl",
+        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, r_kv, random, snapkv, streaming_llm or "
+        "zipvl",
     ),
     "two budgets of compaction": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "budget_ratio": 0.5}},

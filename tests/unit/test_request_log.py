@@ -10,6 +10,7 @@ from support.logs import said
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.metrics import request_log
+from vllm_sparse_plugin.requests.rows import BatchRows, preempt
 
 
 @pytest.fixture
@@ -61,3 +62,29 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     # A runner without a log logs nothing.
     made().execute_model(ended("a"))
     assert len(lines) == 2
+
+
+def test_a_preempted_request_does_not_run_until_a_step_has_it_again(monkeypatch):
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
+    made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
+    monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
+    compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish, preempt)
+    runner = made()
+    runner.requests, runner.input_batch = {"a": None, "b": None}, None
+    rows = BatchRows(runner)
+
+    def runs(preempted, *scheduled):
+        step = ended()
+        step.preempted_req_ids, step.num_scheduled_tokens = preempted, dict.fromkeys(scheduled, 1)
+        runner.execute_model(step)
+        return [name for name in "abc" if rows.runs(name)]
+
+    assert runs(None, "a") == ["a", "b"]  # a request may wait in a step
+    assert runs({"b"}, "a") == runs(set(), "a") == ["a"]
+    assert runs(set(), "a", "b") == ["a", "b"]
+    assert runs({"a"}, "a") == ["a", "b"]
+    assert runs({"b"}) == ["a"]
+    del runner.requests["b"]
+    runs(set())
+    runner.requests["b"] = None
+    assert runs(set()) == ["a", "b"]

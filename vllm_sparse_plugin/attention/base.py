@@ -346,10 +346,9 @@ def plan_compaction(
     if not config.compaction.evicts_between_steps:
         return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
     assert rule is not None
-    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}
-    if len(shapes) > 1:
+    if len({(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:
         raise ConfigurationError(
-            f"model: got layers of {len(shapes)} shapes, allowed with compaction between steps: layers of one shape"
+            "model: got layers of unlike shapes, allowed with compaction between steps: layers of one shape"
         )
     layer = next(iter(layers.values()))
     return StepEvictions(

@@ -269,7 +269,7 @@ class RandomCompaction(RepeatedCompaction):
     recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """Share of the budget for the newest tokens; sinks and chosen tokens share the rest."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
-    """Seed of the hash."""
+    """Seed of the draw."""
 
     @property
     def evicts_between_steps(self) -> bool:
