@@ -7,6 +7,7 @@ host does not wait for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -127,11 +128,19 @@ def random_votes(
     Returns:
         `[num_layers, num_kv_heads, num_tokens]` float32, from 0 on and below 1.
     """
-    word = hash_words(torch.tensor([seed], device=device))
-    for axis in (torch.tensor(list(layers))[:, None, None], torch.tensor(list(heads))[:, None]):
-        word = hash_words(word ^ axis.to(device))
+    word = _words_of_heads(tuple(layers), heads, seed, device)
     word = hash_words(word ^ torch.arange(positions.start, positions.stop, device=device))
     return (word % _SMALL).float() / _SMALL
+
+
+@functools.cache
+def _words_of_heads(layers: tuple[int, ...], heads: range, seed: int, device: torch.device) -> torch.Tensor:
+    """Returns a hash of each layer and KV head, `[num_layers, num_kv_heads, 1]`. It is kept, because a copy to a GPU
+    would wait for the steps before it."""
+    word = hash_words(torch.tensor([seed]))
+    for axis in (torch.tensor(layers)[:, None, None], torch.tensor(list(heads))[:, None]):
+        word = hash_words(word ^ axis)
+    return word.to(device)
 
 
 def keep_tokens(scores: torch.Tensor, held: HeldBlocks, caches: LayerCaches, rule: CompactionRule) -> torch.Tensor:
