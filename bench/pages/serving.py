@@ -114,13 +114,15 @@ def loads() -> Block:
     """Time per token of batches of unlike requests, by server. Each server was measured with its rival in one run."""
     lines, sources = [], []
     for path, times in _load_files():
-        sources.append(path)
         for (length, load), found in times.items():
+            if "unique" not in found:
+                continue
+            sources.append(path)
             dense, sparse = found["flash_attn"], found["unique"]
             server = [_machine(path), f"{length:,}", _described(load)]
             lines.append([*server, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"])
     headings = ["GPU", "`max_model_len`", "requests", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
-    return Block(table(headings, lines), sources)
+    return Block(table(headings, lines), list(dict.fromkeys(sources)))
 
 
 def loads_of_presets() -> Block:
