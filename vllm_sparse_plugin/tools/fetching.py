@@ -361,8 +361,8 @@ def _check_tokenizer(name: str, folder: Path) -> None:
     tokens, expected = len(load_tokenizer(folder).encode(_SAMPLE)), MODELS[name].sample_tokens
     if tokens != expected:
         raise ConfigurationError(
-            f"transformers: got {transformers.__version__}, whose tokenizer of {name} makes {tokens} tokens of a sample "
-            f"of {expected}, allowed: 5.19 or later"
+            f"transformers: got {transformers.__version__}, whose tokenizer of {name} makes {tokens} tokens of a "
+            f"sample of {expected}, allowed: 5.19 or later"
         )
 
 
