@@ -67,6 +67,9 @@ def _install() -> None:
     wanted = hashlib.sha256(b"\0".join(inputs)).hexdigest()
     if STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
         return
+    if VENV.is_symlink():
+        # Clearing it would clear the environment of another checkout.
+        sys.exit(f"run.py: .venv: got a link to {VENV.resolve()}, allowed: a folder, or nothing")
     python, uv = str(BIN / "python"), str(BIN / "uv")
     into = ["--python", python]
     print(f"run.py: making {VENV}", file=sys.stderr)

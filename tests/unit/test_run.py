@@ -63,6 +63,16 @@ def test_a_setup_that_is_stopped_ends_in_one_sentence(script, monkeypatch, capsy
     assert len(lines) == 2
 
 
+def test_a_linked_environment_is_not_cleared(script, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "installed").write_text("of another checkout")
+    (tmp_path / ".venv").symlink_to(tmp_path / "other")
+    ended = subprocess.run([sys.executable, script, "setup"], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"run.py: .venv: got a link to {tmp_path / 'other'}, allowed: a folder, or nothing\n"
+    assert (tmp_path / "other" / "installed").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_installer_ends_with_the_script(script, tmp_path, number):
     child = tmp_path / "installer.py"
