@@ -164,9 +164,10 @@ def test_a_failed_hostile_request_is_shown():
         attackers = Hostile(port, requests(), 1, 0.001)
         for thread in attackers.ask():
             thread.join()
-    ((request, status),) = attackers.as_row()["failed"].items()
-    assert status == "500"
-    assert request.partition(": ")[0] in KINDS
+    failed = attackers.as_row()["failed"]
+    # The client may have sent another request before the end.
+    assert set(failed.values()) == {"500"}
+    assert {request.partition(": ")[0] for request in failed} <= set(KINDS)
 
 
 class FakeAsker:

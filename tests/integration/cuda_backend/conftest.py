@@ -74,7 +74,8 @@ def layer(request, monkeypatch):
 
     monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
     made = object.__new__(SparseCUDAImpl)
-    made.num_kv_heads, made.head_size, made.scale, made.logits_soft_cap = HEADS, SIZE, SCALE, 0.0
+    made.num_heads, made.num_kv_heads, made.head_size = HEADS * GROUP, HEADS, SIZE
+    made.scale, made.logits_soft_cap = SCALE, 0.0
     made.sinks, made.splits, made.scratch = None, 64, None
     preset = getattr(request, "param", "unique")
     budget = {} if preset in ("dense", "art") else {"selection": {"budget_tokens": 64}}
