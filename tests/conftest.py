@@ -1,6 +1,6 @@
 """Shared fixtures. Memory that operations allocate is poisoned, so an unwritten output fails a test.
 
-Folders of tests run in two processes, one file at a time in each. A single file, `-n 0` and `-p no:xdist` use one.
+Folders of tests run in three processes, one file at a time in each. A single file, `-n 0` and `-p no:xdist` use one.
 """
 
 import os
@@ -23,7 +23,7 @@ MODEL = ROOT / "models" / "needle-8m"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Both test processes and their engines share compiled kernels.
+    # The test processes and their engines share compiled kernels.
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba")
 
 interpret_kernels()
@@ -34,7 +34,7 @@ _device_constructors()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Choose how many processes run the tests, before pytest-xdist starts them."""
+    """Start three test processes: two wait for engines and files a quarter of the time."""
     option = config.option
     # Worker processes also call this function, and must not start more.
     if hasattr(config, "workerinput") or not hasattr(option, "numprocesses"):
@@ -42,7 +42,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     folders = all(Path(argument).is_dir() for argument in config.args)
     alone = option.collectonly or option.usepdb or torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     if option.numprocesses is None and folders and not alone:
-        option.numprocesses = 2
+        option.numprocesses = 3
     if option.numprocesses:
         # Waiting threads must not spin: there are more threads than cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
