@@ -1,7 +1,8 @@
 """Engines without a server, each in a separate process, forked from a process that has imported vLLM.
 
 A server has three processes that import vLLM, at twenty seconds of a core each. A fork needs none of these. The forked
-process has loaded no plugin and started no thread.
+process has loaded no plugin and started no thread. On a GPU the process is new: in a fork, Triton refuses host memory
+that is mapped into the GPU, such as the seeds of vLLM's sampler.
 """
 
 import functools
@@ -15,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 _IMPORTED_ONCE = [
@@ -46,7 +49,9 @@ def save_shallow(folder: Path, layers: int) -> Path:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def _context() -> ForkServerContext | SpawnContext:
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
