@@ -82,7 +82,7 @@ def _install() -> None:
     # The CPU build has the local version +cpu. pip finds it in the configured index; uv knows where it is published.
     _step(
         f"installing the CPU build of torch {TORCH}",
-        [python, "-m", "pip", "install", "--no-deps", f"torch=={TORCH}+cpu"],
+        [python, "-m", "pip", "install", "--no-compile", "--no-deps", f"torch=={TORCH}+cpu"],
         [uv, "pip", "install", *into, "--torch-backend", "cpu", f"torch=={TORCH}"],
     )
     # The lock is a complete resolution. Resolving again would add packages that the overrides leave out.
