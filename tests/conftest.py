@@ -1,6 +1,6 @@
 """Shared fixtures. Memory that operations allocate is poisoned, so an unwritten output fails a test.
 
-Folders of tests run in three processes, one file at a time in each. A single file, `-n 0` and `-p no:xdist` use one.
+Folders of tests run in two processes, one file at a time in each. A single file, `-n 0` and `-p no:xdist` use one.
 """
 
 import os
@@ -34,7 +34,7 @@ _device_constructors()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Start three test processes: two wait for engines and files a quarter of the time."""
+    """Start two test processes: with a third, engines and tests wait for each other's cores."""
     option = config.option
     # Worker processes also call this function, and must not start more.
     if hasattr(config, "workerinput") or not hasattr(option, "numprocesses"):
@@ -42,7 +42,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     folders = all(Path(argument).is_dir() for argument in config.args)
     alone = option.collectonly or option.usepdb or torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     if option.numprocesses is None and folders and not alone:
-        option.numprocesses = 3
+        option.numprocesses = 2
     if option.numprocesses:
         # Waiting threads must not spin: there are more threads than cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -2,12 +2,12 @@
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.engines import in_fresh_process
 from support.eval_engines import ask_and_be_refused, ask_engine
 from support.needle_text import write_needle_text
 
@@ -22,15 +22,26 @@ SNAPKV = {"sparse_attention": {"compaction": {"budget_tokens": 256, "min_context
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 
 
+def run_command(arguments: list[str]) -> int:
+    """Run a command of `vllm-sparse` in this process; returns its exit code."""
+    from vllm_sparse_plugin.tools.cli import main
+
+    sys.argv = ["vllm-sparse", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     output, text = tmp_path / "results.jsonl", write_needle_text(tmp_path / "text.txt", MODEL)
     engine = ["--in-process", "--model", str(MODEL), "--attention-backend", "streaming_llm", "--concurrency", "2"]
     # Attention sees what the cache keeps, which is shorter than contexts that are read whole by default.
     settings = {"sparse_attention": {"stopping": {}, "min_context_tokens": 256}}
     engine += ["--engine-args", json.dumps({"enforce_eager": True}), "--additional-config", json.dumps(settings)]
-    command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *engine, "--output", str(output), *text.options]
-    done = subprocess.run([*command, "--task", "multikey", "--decode-from", "question"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = ["eval", *engine, "--output", str(output), *text.options, "--task", "multikey"]
+    assert in_fresh_process(run_command, [*command, "--decode-from", "question"]) == 0
     found = read_results(output)
     assert found.settings["engine"] == {
         "enforce_eager": True, "attention_backend": "streaming_llm", "additional_config": settings,

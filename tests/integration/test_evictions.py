@@ -247,7 +247,7 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
     assert list(harness.builder.compaction._held) == [other.name]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])  # votes of the last queries, and of all
 def test_an_engine_that_evicts_while_it_decodes_gives_every_block_back(tmp_path, method):
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]

@@ -3,7 +3,6 @@ import copy
 import copyreg
 import json
 import pickle
-import sys
 import textwrap
 import tomllib
 import types
@@ -367,7 +366,7 @@ def test_resolved_settings_travel_with_the_configuration_and_leave_it_a_configur
     assert worker.compute_hash() == digest
 
 
-def test_kernels_are_replaced_beside_numbas_library():
+def test_kernels_are_replaced_beside_numbas_library(monkeypatch):
     """A worker on a CPU looks for kernels in all modules, llvmlite's included. Its library has a strange `vars`."""
     import llvmlite.binding.ffi
     from vllm.triton_utils import dispatcher
@@ -376,9 +375,8 @@ def test_kernels_are_replaced_beside_numbas_library():
     compat.mend_kernel_overrides()
     module, kernel, override = types.ModuleType("of_kernels"), object(), object()
     module.kernel, module.holder = kernel, types.SimpleNamespace(kernel=kernel)
-    sys.modules[module.__name__] = module
-    try:
-        dispatcher._rebind_kernels([(kernel, override)])
-    finally:
-        del sys.modules[module.__name__]
+    # A test process has thousands of modules.
+    modules = {each.__name__: each for each in (llvmlite.binding.ffi, module)}
+    monkeypatch.setattr(dispatcher, "sys", types.SimpleNamespace(modules=modules))
+    dispatcher._rebind_kernels([(kernel, override)])
     assert (module.kernel, module.holder.kernel) == (override, override)
