@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools import endings
@@ -64,6 +65,22 @@ def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
         allowed = choices(name.lower() for name in backends)
         raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {allowed}")
     return BACKENDS[backend.upper()]
+
+
+def budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the section of a preset that holds its budget, and the fields that it must name.
+
+    The read budget comes before the kept one. None without a budget.
+    """
+    resolved = resolve(None, preset)
+    if resolved.lossless is not None:
+        # The budget applies to drafts only.
+        return None
+    if "budget_tokens" in type(resolved.selection).model_fields:
+        return "selection", {"policy": resolved.selection.name()}
+    if resolved.compaction is not None:
+        return "compaction", {"method": resolved.compaction.name()}
+    return None
 
 
 def find_model(folder: Path | None) -> Path:

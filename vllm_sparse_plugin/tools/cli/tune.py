@@ -18,7 +18,13 @@ import yaml
 
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.arguments import complete_backend, find_preset, parse_additional_config, read_prompts
+from vllm_sparse_plugin.tools.arguments import (
+    budget_section,
+    complete_backend,
+    find_preset,
+    parse_additional_config,
+    read_prompts,
+)
 from vllm_sparse_plugin.tools.cores import serve_command
 from vllm_sparse_plugin.tools.endings import BAD_INPUT, FAILED, open_console, undisturbed
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
@@ -208,7 +214,7 @@ def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[
         ConfigurationError: a backend is unknown, or a budget is not allowed for it or has no effect.
     """
     names = list(dict.fromkeys(map(str.lower, backends)))
-    sections = {name: _budget_section(find_preset(name)) for name in names}
+    sections = {name: budget_section(find_preset(name)) for name in names}
     if given and not any(sections.values()):
         raise ConfigurationError(
             f"budget: got {given[0]} with {', '.join(names)}, where it has no effect, allowed: none, or with a "
@@ -224,20 +230,6 @@ def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[
             section = {key: {**values, "budget_tokens": tokens}}
             resolve(section, find_preset(name))
             yield Setting(f"{name}-{tokens}", name, section)
-
-
-def _budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the section of a preset that holds its budget, and the fields that it must name. The read budget comes
-    before the kept one. None without a budget."""
-    resolved = resolve(None, preset)
-    if resolved.lossless is not None:
-        # The budget applies to drafts only.
-        return None
-    if "budget_tokens" in type(resolved.selection).model_fields:
-        return "selection", {"policy": resolved.selection.name()}
-    if resolved.compaction is not None:
-        return "compaction", {"method": resolved.compaction.name()}
-    return None
 
 
 def _evaluate(options: list[str], label: str, path: Path) -> None:
