@@ -218,15 +218,18 @@ def test_time_per_token_begins_with_the_first_part(monkeypatch):
         return iter([SimpleNamespace(choices=[]), part(1), part(2, 3), part(4, 5)])
 
     asker = Asker(SimpleNamespace(completions=SimpleNamespace(create=create)), "model", 5)
-    times = iter([10.0, 10.5, 12.0])
+    times = iter([9.0, 10.0, 10.5, 12.0])
     monkeypatch.setattr("bench.robustness.soak.clients.time.monotonic", lambda: next(times))
     found, ms_per_token = asker.ask_timed("prompt", seed=3)
     assert (found.tokens, ms_per_token) == ([1, 2, 3, 4, 5], 500.0)
     assert found.logprobs[4] == {5: -0.5}
     assert (sent["stream"], sent["temperature"], sent["extra_body"]["seed"]) == (True, 0, 3)
-    times = iter([10.0, 10.5, 12.0])
+    times = iter([9.0, 10.0, 10.5, 12.0])
     with pytest.raises(ConnectionError, match="5 of 6 tokens"):
         Asker(asker.client, "model", 6).ask_timed("prompt")
+    whole = SimpleNamespace(completions=SimpleNamespace(create=lambda **_: iter([part(1, 2, 3, 4)])))
+    times = iter([9.0, 11.0])
+    assert Asker(whole, "model", 4).ask_timed("prompt")[1] == 500.0
 
 
 def phases(**storm) -> list[Phase]:

@@ -38,9 +38,12 @@ class Asker:
     def ask_timed(self, prompt: str, **more: Any) -> tuple[Continuation, float]:
         """Returns the continuation that `ask` returns, streamed, and the milliseconds per token after the first part.
 
+        A busy server can send an answer as one part. Then they count from the request.
+
         Raises:
             ConnectionError: the answer is not complete.
         """
+        asked = time.monotonic()
         stream: Any = self.client.completions.create(
             prompt=prompt, stream=True, **self._arguments(stream_interval=_TOKENS_PER_PART, **more)
         )
@@ -52,8 +55,9 @@ class Asker:
         found = _continuation(parts)
         if len(found.tokens) != self.answer_tokens:
             raise ConnectionError(f"an answer has {len(found.tokens)} of {self.answer_tokens} tokens")
-        timed = len(found.tokens) - len(parts[0].choices[0].logprobs.tokens)
-        return found, (times[-1] - times[0]) / timed * 1000
+        first = len(parts[0].choices[0].logprobs.tokens) if len(parts) > 1 else 0
+        began = times[0] if first else asked
+        return found, (times[-1] - began) / (len(found.tokens) - first) * 1000
 
     def hang_up(self, prompt: str, after: int) -> None:
         """Asks, and closes the connection after `after` parts of the answer."""
