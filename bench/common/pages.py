@@ -44,9 +44,9 @@ class Block:
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
-    lines = [list(headings)]
-    lines += [["---"] * len(lines[0]), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    columns = list(headings)
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (columns, *map(list, rows)))
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
 def group_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:

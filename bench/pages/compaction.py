@@ -9,6 +9,7 @@ from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
 SOAK = RESULTS / "h200" / "compaction" / "soak_10000.jsonl"
+WINDOW = SOAK.with_name("window_decoding_8b.jsonl")
 _NOTHING = "Nothing yet."
 _ANSWERS_TOKENS = 8192
 """The context length of the answers in the table."""
@@ -138,6 +139,15 @@ def decoding() -> Block:
         "backend or method", "requests at once", "output tokens per s", "median step, ms", "99th percentile", "longest"
     ]  # fmt: skip
     return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def window() -> Block:
+    """The same load, measured for some seconds of a busy server."""
+    lines = [
+        [f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['output_tokens_per_second']:,.0f}"]
+        for row in read_run(WINDOW).rows
+    ]
+    return Block(table(["backend", "requests at once", "output tokens per s"], lines), [WINDOW])
 
 
 def streams() -> Block:

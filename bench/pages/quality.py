@@ -146,7 +146,7 @@ def _drafted(rows: Sequence[Row]) -> list[str]:
 
 def interval(found: Estimate | Difference, sign: str = "") -> str:
     """A number and its interval."""
-    return f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+    return f"{found.value:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
 
 
 def _evaluated(paths: Sequence[Path]) -> list[list[str]]:

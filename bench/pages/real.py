@@ -12,8 +12,8 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, 
 
 _REAL = RESULTS / "h200" / "real"
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
-SERVED, SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES = (
-    _REAL / f"{name}.jsonl" for name in ("served", "served_unique", "served_every", "served_policies")
+SERVED, SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
+    _REAL / f"served{name}.jsonl" for name in ("", "_unique", "_every", "_policies", "_backends")
 )
 """Served text, each file with dense attention in other batches."""
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
@@ -214,6 +214,23 @@ def policies() -> Block:
     return Block(table(headings, [dense, *(line for *_, line in sorted(lines))]), [SERVED_POLICIES])
 
 
+def backends() -> Block:
+    """What vLLM decodes of texts with the backends that select no pages, beside dense attention in other batches."""
+    rows, lines = _rows(SERVED_BACKENDS), []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        if setting == _AGAIN:
+            continue
+        backend, _, tokens = setting.partition("-")
+        of_setting = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(TEXTS))]
+        kept = _mean(row["key_kept_share"] for row in of_setting)
+        cells = []
+        for text in TEXTS:
+            found = [row for row in rows if row["text"] == text]
+            cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
+        lines.append([f"`{backend}`", f"{int(tokens):,}" if tokens else "preset", f"{kept:.0%}", *cells])
+    return Block(table(["backend", "tokens", "keys kept", *TEXTS.values()], lines), [SERVED_BACKENDS])
+
+
 def anchors() -> Block:
     """Anchor layers: changed next tokens that vLLM decodes, and time per token."""
     lines, sources = [], [SERVED_UNIQUE, SERVED_EVERY]
@@ -237,7 +254,7 @@ def in_short() -> Block:
     scores = []
     for context in sorted({row["context_tokens"] for row in asked}):
         found = [ruler_score(asked, setting, context) for setting in ("unique", _DENSE)]
-        means = [f"{each.value:.3f} ({each.low:.3f} to {each.high:.3f})" for each in found]
+        means = [f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in found]
         scores.append(f"{means[0]} at {context:,} tokens (dense: {means[1]})")
     more = _excess(_agreements(decoded, _AGAIN), _agreements(decoded, "unique-1024"))
     text = (
@@ -267,7 +284,7 @@ def ruler() -> Block:
     lines = []
     for task in [*dict.fromkeys(row["task"] for row in rows), None]:
         means = (ruler_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
-        cells = (f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f})" for mean in means)
+        cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
         lines.append([f"`{task}`" if task else "all", *cells])
     headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
     return Block(table(["task", *headings], lines), [RULER])
@@ -298,7 +315,7 @@ def changed(setting: str) -> Estimate:
 def _excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> str:
     """The share of next tokens that change beyond noise, with its interval; agreements by text."""
     more = _estimate_excess(noise, kept)
-    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
+    return f"{more.value:.1%} [{more.low:.1%}, {more.high:.1%}]"
 
 
 def _estimate_excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> Estimate:
@@ -312,7 +329,7 @@ def _over_noise(rows: Sequence[Row], found: Sequence[Row]) -> Estimate:
 
 
 def _interval(share: Estimate) -> str:
-    return f"{share.value:.2f} ({share.low:.2f} to {share.high:.2f})"
+    return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"
 
 
 def _rows(path: Path) -> list[Row]:

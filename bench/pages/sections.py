@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-routing": real.routing,
     "real-served": real.served,
     "real-policies": real.policies,
+    "real-backends": real.backends,
     "real-ruler": real.ruler,
     "real-anchors": real.anchors,
     "real-coverages": real.coverages,
@@ -82,6 +83,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "compaction-stream": compaction.streams,
     "compaction-decoded": compaction.decoded,
     "compaction-decoding": compaction.decoding,
+    "compaction-window": compaction.window,
     "families": families.families,
     "deployments": deployments.deployments,
 }

@@ -62,13 +62,13 @@ def test_the_time_to_first_token_is_a_table_of_contexts_and_engines(prefill_resu
     assert block.sources == prefill_results
     assert block.text.splitlines() == [
         "| prompt | tokens of a step | FlashAttention 3, s | `unique_prefill`, s | `unique_prefill`, density 0.05, s |",
-        "| --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|",
         "| 8,192 | 8,192 | 0.25 | 0.25 (1.00x) | - |",
         "| 131,072 | 8,192 | 12.00 | 4.00 (3.00x) | 3.00 (4.00x) |",
         "| 131,072, 98,304 of them cached | 8,192 | 6.00 | 2.00 (3.00x) | - |",
         "",
         "| prompts at once | tokens of a step | FlashAttention 3, tokens/s |",
-        "| --- | --- | --- |",
+        "|---|---|---|",
         "| 32 x 32,768 | 8,192 | 20,000 / 78.1 |",
     ]
 
@@ -334,7 +334,7 @@ def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
     assert cells["1 x 8,192, ms per token"] == ["5.50", "-", "5.00", "-", "5.10", "-", "5.40"]
     assert cells["6 x 131,072, ms per token"] == ["39.00", "-", "7.00", "-", "7.50", "-", "-"]
     (tuned,) = (row for row in read_run(quality.TUNED).rows if row["setting"] == "unique-512")
-    assert cells["same next token"][2].startswith(f"{tuned['agreement']['value']:.3f} (")
+    assert cells["same next token"][2].startswith(f"{tuned['agreement']['value']:.3f} [")
     assert cells["same next token"][-1] == "-"
     assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
 
