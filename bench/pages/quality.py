@@ -16,10 +16,16 @@ _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
 TUNED = _CPU / "tune" / "needle-8m.jsonl"
 LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
-_PAGE_TOKENS = 8
-"""Tokens of the pages that its budgets count."""
-_NEEDLE_TOKENS = 16384
-"""The context length of the needles by statistics."""
+_WEIGHTS = _CPU / "page-scores" / "smollm2_lambda.jsonl"
+_WEIGHTED = {
+    "mean": "0 (mean alone)",
+    "unique-bf16-0.5": "0.5",
+    "unique-bf16": "1",
+    "unique-bf16-1.5": "1.5",
+    "unique-bf16-2.0": "2",
+    "oracle": "true weight (a bound)",
+}
+"""Statistics and the lambda of their score."""
 _EVALUATED = ["right", "share (95 %)", "minus dense, paired (95 %)"]
 _WITNESS_MIXES = {
     "dense": "with `dense`",
@@ -53,39 +59,6 @@ def look_alikes() -> Block:
         rows.append([f"{context:,}", share_right(small, backend="dense", **here), *unique])
     headings = ["context", "dense", "`unique`", "`unique_wide`"]
     return Block(table(headings, rows), list(LOOK_ALIKES.values()))
-
-
-def accuracy_gpu() -> Block:
-    """Needles answered on a GPU by statistics and budget."""
-    paths = [_H200 / "accuracy" / f"{name}.jsonl" for name in ("quarters", "means", "means_16", "fp8_16")]
-    counts: dict[tuple[str, int], list[int]] = {}
-    for path in paths:
-        for row in read_run(path).rows:
-            if row["context_tokens"] == _NEEDLE_TOKENS and row["budget_pages"]:
-                setting = row["setting"].split()[1], row["budget_pages"] * _PAGE_TOKENS
-                count = counts.setdefault(setting, [0, 0])
-                count[0] += row["correct"]
-                count[1] += row["questions"]
-    most = max(questions for _, questions in counts.values())
-    found = {setting: f"{right}/{questions}" for setting, (right, questions) in counts.items() if questions == most}
-    budgets = sorted({budget for _, budget in found}, reverse=True)
-    lines = [
-        [kind, *(found.get((kind, budget), "-") for budget in budgets)]
-        for kind in dict.fromkeys(kind for kind, _ in found)
-    ]
-    return Block(table(["statistics", *(f"{budget} tokens" for budget in budgets)], lines), paths)
-
-
-_WEIGHTS = _CPU / "page-scores" / "smollm2_lambda.jsonl"
-_WEIGHTED = {
-    "mean": "0 (mean alone)",
-    "unique-bf16-0.5": "0.5",
-    "unique-bf16": "1",
-    "unique-bf16-1.5": "1.5",
-    "unique-bf16-2.0": "2",
-    "oracle": "true weight (a bound)",
-}
-"""Statistics and the lambda of their score."""
 
 
 def deviation_weights() -> Block:

@@ -16,6 +16,7 @@ SERVED, SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
     _REAL / f"served{name}.jsonl" for name in ("", "_unique", "_every", "_policies", "_backends")
 )
 """Served text, each file with dense attention in other batches."""
+SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
 _NOISE, _DENSE = "noise", "dense"
@@ -75,6 +76,11 @@ TEXTS = {
     "essay_7700": "essays of 7,700 tokens",
     "code_7700": "code of 7,700 tokens",
     "essay_4000": "essays of 4,000 tokens",
+}
+GEMMA_TEXTS = {
+    "essay_8000": "essays of 8,000 tokens",
+    "essay_16000": "essays of 16,000 tokens",
+    "code_16000": "code of 16,000 tokens",
 }
 _ORDER = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
 _SCORES = RESULTS / "cpu-2core" / "page-scores"
@@ -215,20 +221,32 @@ def policies() -> Block:
 
 
 def backends() -> Block:
-    """What vLLM decodes of texts with the backends that select no pages, beside dense attention in other batches."""
-    rows, lines = _rows(SERVED_BACKENDS), []
+    """What vLLM decodes of texts with the other backends, beside dense attention in other batches."""
+    return _backends(SERVED_BACKENDS, TEXTS)
+
+
+def backends_gemma() -> Block:
+    """The same with Gemma 3 270M."""
+    return _backends(SERVED_GEMMA, GEMMA_TEXTS)
+
+
+def _backends(path: Path, texts: Mapping[str, str]) -> Block:
+    """The share of next tokens that each setting changes, by kind of text."""
+    rows, lines = _rows(path), []
+    evicts = any(row["key_kept_share"] < 1 for row in rows)
     for setting in dict.fromkeys(row["setting"] for row in rows):
         if setting == _AGAIN:
             continue
         backend, _, tokens = setting.partition("-")
-        of_setting = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(TEXTS))]
-        kept = _mean(row["key_kept_share"] for row in of_setting)
+        first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
+        kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []
         cells = []
-        for text in TEXTS:
+        for text in texts:
             found = [row for row in rows if row["text"] == text]
             cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
-        lines.append([f"`{backend}`", f"{int(tokens):,}" if tokens else "preset", f"{kept:.0%}", *cells])
-    return Block(table(["backend", "tokens", "keys kept", *TEXTS.values()], lines), [SERVED_BACKENDS])
+        lines.append([f"`{backend}`", f"{int(tokens):,}" if tokens else "preset", *kept, *cells])
+    headings = ["backend", "tokens", *(["keys kept"] if evicts else []), *texts.values()]
+    return Block(table(headings, lines), [path])
 
 
 def anchors() -> Block:

@@ -13,6 +13,7 @@ SOAKS = {
 """Result files by the server's device."""
 STORMS = {
     "a CPU of 2 cores": RESULTS / "cpu-2core" / "storm",
+    "an H200": RESULTS / "h200" / "storm",
 }
 """Folders of result files by the server's device."""
 _COUNTED = {
@@ -61,7 +62,7 @@ def storm() -> Block:
         for path in sorted(folder.glob("*.jsonl")):
             (row,) = read_run(path).rows
             phases = [row[name] for name in ("quiet_again", "storm")]
-            changed = (f"{phase['changed']:,} of {phase['answers']:,}" for phase in phases)
+            changed = (f"{phase['changed_too_far']:,} of {phase['answers']:,}" for phase in phases)
             lines.append([
                 place, row["backend"], str(row["clients"]), str(row["hostile_clients"]), f"{row['minutes']:g}",
                 f"{sum(row['requests'].values()):,}", *changed, f"{row['ratio_median']:.1f}", str(row["preemptions"]),
