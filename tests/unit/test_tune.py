@@ -14,6 +14,7 @@ import yaml
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.account import ModelKeys
 from vllm_sparse_plugin.tools import endings
+from vllm_sparse_plugin.tools.arguments import budget_section
 from vllm_sparse_plugin.tools.cli import main, tune
 
 KEPT = {
@@ -173,7 +174,7 @@ def test_every_budget_moves_what_is_read_or_kept(backend):
 
 
 def test_the_budget_of_drafts_moves_nothing():
-    assert tune._budget_section("lossless") is None
+    assert budget_section("lossless") is None
 
 
 def test_memory_is_saved_by_backends_that_evict(run, monkeypatch):
