@@ -23,7 +23,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 INDEX = RESULTS / "README.md"
 """The index of all result files."""
 LONGEST_LINE = 199
-_WIDTH = 140
+_WIDTH = 120
 _LONGEST_CELL = 120
 _CARDS = re.compile(r"(\d+ x )?(NVIDIA .*)")
 _USES_ALL_CARDS = ("bench.deployments", "bench.families")

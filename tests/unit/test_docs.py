@@ -122,7 +122,7 @@ def refused_fields() -> dict[str, str]:
 
 def entries(page: str) -> set[str]:
     """The fields that have an entry on the page: list items that begin with them."""
-    heads = re.findall(r"^ *- ((?:`[^`]+`(?:, )?)+):", page, re.MULTILINE)
+    heads = re.findall(r"^ *- ((?:`[^`]+`(?:,\s+)?)+):", page, re.MULTILINE)
     return {field for head in heads for field in re.findall(r"`([^`]+)`", head)}
 
 
@@ -183,8 +183,9 @@ def test_no_merge_left_its_conflicts():
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_lines_can_be_read(path):
-    long = [(number, len(line)) for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) >= 200]
-    assert long == []
+    lines = enumerate(path.read_text().splitlines(), 1)
+    # Rows of tables cannot be wrapped.
+    assert [(number, len(line)) for number, line in lines if len(line) > (199 if "|" in line else 120)] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
