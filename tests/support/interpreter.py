@@ -19,6 +19,7 @@ def interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        import sparse_kernels.block_copy.triton
         import sparse_kernels.block_prefill.triton
         import sparse_kernels.compaction.held_triton
         import sparse_kernels.compaction.triton
