@@ -31,6 +31,7 @@ from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
+from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
@@ -106,6 +107,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
         _refuse(name, False, field, got, allowed)
+    if config.offload is not None:
+        size_cache(vllm_config, config.offload)
     announce(config, vllm_config.cache_config.cache_dtype, lossless_notices(vllm_config, config))
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
@@ -221,6 +224,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config)
             refusals += refuse_evictions(vllm_config, config.compaction)
+        if config.offload is not None:
+            refusals += refuse_offload(vllm_config, config)
         if config.rolling_window is not None:
             refusals += refuse_rolling(config, cache.cache_dtype)
         if config.lossless is not None:

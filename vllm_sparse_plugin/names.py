@@ -19,6 +19,7 @@ BACKENDS: dict[str, str] = {
     "PYRAMIDKV_PAPER": "pyramidkv_paper",
     "H2O": "h2o",
     "LOSSLESS": "lossless",
+    "UNIQUE_OFFLOAD": "unique_offload",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

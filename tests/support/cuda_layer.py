@@ -86,7 +86,8 @@ def run(layer, builder, common, drafts=False, then=None):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     blocks = int(common.block_table_tensor.max()) + 1
-    rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
+    in_blocks = layer.plan.statistics is not None and not layer.plan.offloads
+    rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if in_blocks else 0)
     cache = torch.full((blocks, HEADS, rows, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
     for request, length in enumerate(common.seq_lens.tolist()):
         position = torch.arange(length)

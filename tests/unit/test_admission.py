@@ -134,13 +134,15 @@ REFUSED = {
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o or lossless",
+        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o, lossless or "
+        "unique_offload",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o or lossless",
+        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o, lossless or "
+        "unique_offload",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -149,7 +151,7 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, prefill, compaction, routing, stopping, first_dense_layers, min_context_tokens, "
+        "allowed: selection, prefill, compaction, routing, stopping, offload, first_dense_layers, min_context_tokens, "
         "lossless, speculation, diagnostics, preset, config or trained",
     ),
     "key of the other backend's policy": (

@@ -267,6 +267,7 @@ def test_a_shell_completes_commands_options_and_backends():
         "unique",
         "unique_paper",
         "unique_prefill",
+        "unique_offload",
     ]
     assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
 

@@ -12,6 +12,7 @@ from vllm_sparse_plugin.config import (
     KEY,
     Diagnostics,
     Lossless,
+    Offload,
     SparseAttentionConfig,
     Speculation,
     describe_fields,
@@ -36,6 +37,7 @@ SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
     "routing": Routing.model_fields,
     "stopping": Stopping.model_fields,
+    "offload": Offload.model_fields,
     "lossless": Lossless.model_fields,
     "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
@@ -120,7 +122,7 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
         resolved = resolve(None, preset)
         compacting = "SNAPKV", "SNAPKV_PAPER", "PYRAMIDKV", "PYRAMIDKV_PAPER", "H2O"
         dense = dict.fromkeys(("ART", "ZIPVL", "ZIPVL_PAPER", *compacting), "dense")
-        policies = dense | dict.fromkeys(("UNIQUE_PAPER", "UNIQUE_PREFILL", "LOSSLESS"), "unique")
+        policies = dense | dict.fromkeys(("UNIQUE_PAPER", "UNIQUE_PREFILL", "UNIQUE_OFFLOAD", "LOSSLESS"), "unique")
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
 

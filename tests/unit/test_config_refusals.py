@@ -9,7 +9,7 @@ from vllm_sparse_plugin.config import (
 from vllm_sparse_plugin.errors import ConfigurationError
 
 ALLOWED_TOP = (
-    "selection, prefill, compaction, routing, stopping, first_dense_layers, min_context_tokens, lossless, "
+    "selection, prefill, compaction, routing, stopping, offload, first_dense_layers, min_context_tokens, lossless, "
     "speculation, diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = (
@@ -19,7 +19,7 @@ ALLOWED_UNIQUE = (
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
     "art, dense, h2o, infllm, lossless, mean, pyramidkv, pyramidkv_paper, quest, sinkrouter, snapkv, snapkv_paper, "
-    "streaming_llm, unique, unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
+    "streaming_llm, unique, unique_offload, unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
 )
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "

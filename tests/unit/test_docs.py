@@ -90,6 +90,11 @@ def refusals() -> Iterator[tuple[str, str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
+            yields = path.stem == "refusals" and isinstance(node, ast.Yield)
+            if yields and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
+                field, got = node.value.elts[:2]
+                leads = assigned(tree, field.id) if isinstance(field, ast.Name) else [text_of(field)]
+                yield from ((lead, text_of(got), f"{name_of(path)}:{node.lineno}") for lead in leads)
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -210,7 +215,12 @@ def test_links_to_files_lead_somewhere(path):
 
 def test_every_backend_has_a_page_with_the_same_questions():
     for backend in BACKENDS.values():
-        pages = {"unique_paper": "unique", "unique_prefill": "prefill", "zipvl_paper": "zipvl"}
+        pages = {
+            "unique_paper": "unique",
+            "unique_prefill": "prefill",
+            "zipvl_paper": "zipvl",
+            "unique_offload": "offload",
+        }
         pages |= dict.fromkeys(("snapkv_paper", "pyramidkv_paper"), "compaction")
         method = (pages | dict.fromkeys(("snapkv", "pyramidkv", "h2o"), "compaction")).get(backend, backend)
         page = (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")

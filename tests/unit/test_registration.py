@@ -205,7 +205,7 @@ def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(run_pyth
     without = run_python(code, model, VLLM_PLUGINS="")
     assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
     assert (with_plugin.pop("ours"), without.pop("ours")) == (
-        ["", "compat", "compat.engine", "compat.runners", "errors", "names", "registration"],
+        ["", "compat", "compat.caches", "compat.engine", "compat.runners", "errors", "names", "registration"],
         [],
     )
     assert with_plugin == without

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.offload import memory
 from vllm_sparse_plugin.tools import cpu_memory
 from vllm_sparse_plugin.tools.cli import main, vllm_commands
 from vllm_sparse_plugin.tools.cpu_memory import SPACE, choose_space
@@ -27,8 +28,8 @@ def machine(monkeypatch, tmp_path):
             (tmp_path / f"memory.{name}").write_text(str(value * GIB))
         for node in range(nodes):
             (tmp_path / f"node/node{node}").mkdir(parents=True)
-        monkeypatch.setattr(cpu_memory, "_MEMORY", tmp_path / "meminfo")
-        monkeypatch.setattr(cpu_memory, "_CGROUP", tmp_path)
+        monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
+        monkeypatch.setattr(memory, "_CGROUP", tmp_path)
         monkeypatch.setattr(cpu_memory, "_SYSTEM", tmp_path)
 
     return build

@@ -36,6 +36,7 @@ from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.offload.pool import allocate_cache
 from vllm_sparse_plugin.requests import rows
 
 logger = init_logger(f"vllm.{__name__}")
@@ -88,6 +89,7 @@ class SparseBackend:
         vLLM asks a backend for its layer class while it builds a model. By then it has imported the runner, and the
         runner has not set up its cache.
         """
+        compat.hook_cache_allocation(allocate_cache)
         compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish, rows.preempt)
 
     @classmethod
@@ -99,7 +101,8 @@ class SparseBackend:
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Adds the statistics rows and the retention to the spec of a KV block."""
         layout = cls.statistics_layout(spec)
-        if layout is not None and spec.tokens_per_state == 1:
+        # With offloading, blocks are in host memory and statistics are not.
+        if layout is not None and spec.tokens_per_state == 1 and cls.config().offload is None:
             spec = replace(spec, tokens_per_state=layout.tokens_per_row)
         compaction = cls.config().compaction
         if compaction is None:
@@ -144,6 +147,8 @@ class SparseImpl:
     scale: float
     logits_soft_cap: float
     alibi_slopes: torch.Tensor | None
+    _statistics_rows: tuple[int, torch.Tensor] | None = None
+    """With offloading, the address of the layer's cache and the statistics rows of its blocks, on the device."""
     _ring: tuple[QueryRing, int] | None = None
     """Where the layer keeps its queries, and its index there; None if they need not be kept."""
 
@@ -182,11 +187,23 @@ class SparseImpl:
         """
         plan, self.statistics_cache = self.plan, None
         if plan.statistics is not None:
-            views = plan.statistics.views(kv_cache[:, :, plan.block_size :], plan.block_size)
+            rows = self._rows_beside(kv_cache) if plan.offloads else kv_cache[:, :, plan.block_size :]
+            views = plan.statistics.views(rows, plan.block_size)
             self.statistics_cache = replace(in_pages(plan.statistics.page_size), statistics=views)
         # Statistics for prefill alone must not change which pages a decoding token reads.
         summarised = self.statistics_cache if plan.scores_pages else None
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
+
+    def _rows_beside(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """Returns the statistics rows of a cache that has none in its blocks; the same rows for the same cache."""
+        assert self.plan.statistics is not None
+        address, kept = kv_cache.data_ptr(), self._statistics_rows
+        if kept is None or kept[0] != address or len(kept[1]) != len(kv_cache):
+            blocks, heads, block_size, elements = kv_cache.shape
+            rows = self.plan.statistics.rows(block_size)
+            kept = address, kv_cache.new_zeros(blocks, heads, rows, elements)
+            self._statistics_rows = kept
+        return kept[1]
 
     def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
         """Keeps the queries of observation windows. For a rule that counts every query, adds up the votes.
@@ -365,6 +382,9 @@ def report_memory(
 ) -> None:
     """Logs the memory of the statistics of a group of layers."""
     rows = layout.rows(spec.block_size)
+    if spec.tokens_per_state == 1:
+        # With offloading, the pool states its memory.
+        return
     blocks = vllm_config.cache_config.num_gpu_blocks or 1
     total = spec.page_size_bytes * blocks * num_layers
     share = rows / (spec.block_size + rows)

@@ -79,6 +79,8 @@ class LayerPlan:
     """Measures sampled tokens; None for never."""
     prefill: PrefillPlan | None = None
     """Sparse prefill; None for dense prefill."""
+    offloads: bool = False
+    """Whether keys and values lie in host memory, and statistics in device memory of their own."""
     moves_tokens: bool = False
     """Whether compaction moves the kept tokens of a prompt to other blocks."""
     rolling: RollingPlan | None = None
@@ -212,6 +214,7 @@ def plan_layers(
             counters=counters.get(name),
             quality=quality.get(name),
             prefill=prefill.get(name),
+            offloads=sparse.offload is not None,
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
             rolling=rolling.get(name),
         )

@@ -3,6 +3,7 @@
 `tests/unit/vllm_touches.yaml` lists every use of vLLM by the plugin.
 """
 
+from vllm_sparse_plugin.compat.caches import hook_cache_allocation
 from vllm_sparse_plugin.compat.engine import (
     DRAFTING_METHOD,
     GPU_DRAFTING_METHOD,
@@ -32,6 +33,7 @@ __all__ = [
     "backend_member",
     "chosen_backend",
     "drafts_for_itself",
+    "hook_cache_allocation",
     "hook_decode_graphs",
     "hook_lookahead",
     "hook_model_runners",

@@ -6,6 +6,7 @@ This package needs neither vLLM nor torch.
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, RKVCompaction, SnapKVCompaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
+from vllm_sparse_plugin.config.offload import Offload
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.retention import Retention, requests_at_once
 from vllm_sparse_plugin.config.routing import Routing
@@ -24,6 +25,7 @@ __all__ = [
     "DraftRule",
     "H2OCompaction",
     "Lossless",
+    "Offload",
     "RKVCompaction",
     "ResolvedConfig",
     "Retention",

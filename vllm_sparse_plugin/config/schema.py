@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
+from vllm_sparse_plugin.config.offload import Offload
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.speculation import Speculation
@@ -66,6 +67,8 @@ class SparseAttentionConfig(Section):
     """The KV groups that a decode step skips; null: none."""
     stopping: Stopping | None = None
     """When a decode step stops reading; null: never."""
+    offload: Offload | None = None
+    """Keys and values in host memory; null: on the GPU."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
@@ -124,6 +127,7 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
     "stopping": fields_by_key(Stopping),
+    "offload": fields_by_key(Offload),
     "lossless": fields_by_key(Lossless),
     "speculation": fields_by_key(Speculation),
     "diagnostics": fields_by_key(Diagnostics),
@@ -238,6 +242,11 @@ class ResolvedConfig:
     def lossless(self) -> Lossless | None:
         """The section `lossless`, or None."""
         return self.config.lossless
+
+    @property
+    def offload(self) -> Offload | None:
+        """The section `offload`, or None."""
+        return self.config.offload
 
     @property
     def draft_rule(self) -> DraftRule | None:

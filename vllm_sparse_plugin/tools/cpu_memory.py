@@ -7,11 +7,11 @@ at start, so a large cache makes the start slow.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_sparse_plugin.offload.memory import available_memory
 from vllm_sparse_plugin.tools.cores import is_cpu_build
 from vllm_sparse_plugin.tools.models import folder_of
 
@@ -20,8 +20,6 @@ SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _OPTIONS = ("kv-cache-memory-bytes", "gpu-memory-utilization")
 _SHARE, _MOST_GIB = 4, 32
 _SYSTEM = Path("/sys/devices/system")
-_MEMORY = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_space(arguments: Sequence[str]) -> str | None:
@@ -44,18 +42,6 @@ def choose_space(arguments: Sequence[str]) -> str | None:
     space = min(max(beside // _SHARE // nodes >> 30, 1), _MOST_GIB)
     os.environ[SPACE] = str(space)
     return f"{SPACE}={space}: the KV cache takes {space} GiB of memory. Set the variable to choose another size."
-
-
-def available_memory() -> int | None:
-    """Return the free bytes of this machine or container; None if unknown."""
-    found = []
-    with suppress(OSError, ValueError):
-        match = re.search(r"^MemAvailable: +(\d+) kB", _MEMORY.read_text(encoding="utf-8"), re.MULTILINE)
-        found += [int(match[1]) << 10] if match else []
-    with suppress(OSError, ValueError):
-        most, used = (int((_CGROUP / f"memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
-        found.append(max(0, most - used))
-    return min(found, default=None)
 
 
 def _is_chosen(arguments: Sequence[str]) -> bool:

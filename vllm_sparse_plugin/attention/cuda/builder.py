@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ from sparse_kernels.batch import Prompts
 from sparse_kernels.split_attention import pieces_of, rows_at_once, splits_for, stop_scratch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -44,6 +44,7 @@ from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
@@ -99,6 +100,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.bind(group.plans[name])
             layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
             layer.impl.scratch = scratch
+        staging = None if sparse.offload is None else self._make_staging(layers, kv_cache_spec, vllm_config, device)
+        self.staging = staging
+        for layer in layers.values():
+            layer.impl.staging = staging
         selecting = [layer for name, layer in layers.items() if group.plans[name].reads_selection]
         heads = [
             LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
@@ -217,6 +222,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
                 metadata.prefill = dense_metadata
+        if self.staging is not None and metadata.prefill is not None:
+            others = without_first(common, num_decodes, num_decode_tokens) if num_decodes else common
+            metadata.staged = self._stage(self.staging, others, metadata.prefill)
         if prompts is not None:
             assert self.prefill_rule is not None
             most_tokens = self.vllm_config.model_config.max_model_len
@@ -225,6 +233,39 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 decodes = first_requests(common, num_decodes, num_decode_tokens)
                 metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
         return metadata
+
+    def _stage(
+        self, staging: Staging, common: CommonAttentionMetadata, metadata: FlashAttentionMetadata
+    ) -> list[StagedPrompts]:
+        """Returns the requests of a batch in groups whose blocks fit the buffers; `metadata` is of the whole batch."""
+        starts, bound = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+        contexts = [common.max_seq_len] * common.num_reqs if bound is None else bound[: common.num_reqs].tolist()
+        # The requests that pad the batch of a graph may be missing.
+        contexts += [0] * (common.num_reqs - len(contexts))
+        lengths = PromptLengths(tuple(end - start for start, end in pairwise(starts)), tuple(contexts))
+        groups, parts = lengths.groups(staging.block_size, staging.capacity), []
+        for first, end in groups:
+            some = slice(first, end)
+            if len(groups) > 1:
+                rest = without_first(common, first, starts[first]) if first else common
+                one_group = first_requests(rest, end - first, starts[end] - starts[first])
+                metadata = super().build(0, one_group, fast_build=True)
+            of_group = PromptLengths(lengths.queries[some], lengths.contexts[some])
+            blocks = common.block_table_tensor[some]
+            table, early, late = plan_copies(of_group, blocks, staging.block_size, staging.capacity)
+            tokens = slice(starts[first], starts[end])
+            parts.append(StagedPrompts(replace(metadata, block_table=table), tokens, early, late))
+        return parts
+
+    def _make_staging(
+        self, layers: dict[str, Attention], spec: AttentionSpec, vllm_config: VllmConfig, device: torch.device
+    ) -> Staging:
+        """Returns buffers for the blocks of the longest context. vLLM allocates its cache afterwards."""
+        in_order = sorted(layers.values(), key=lambda layer: extract_layer_index(layer.layer_name))
+        capacity = -(-vllm_config.model_config.max_model_len // self.block_size)
+        dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+        shape = 2, capacity, spec.num_kv_heads, self.block_size, 2 * spec.head_size
+        return Staging([layer.impl for layer in in_order], torch.zeros(shape, dtype=dtype, device=device))
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[list[DecodeRun], Prompts | None]:
         """Returns the requests that decode, and the other requests if some of them attend sparsely.

@@ -32,6 +32,7 @@ from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
 from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
+from vllm_sparse_plugin.offload.staging import Staging
 
 
 class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
@@ -43,6 +44,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     """The most pieces of a context in routed dense attention."""
     scratch: torch.Tensor | None
     """See `Stopping.scratch`; None unless every page may be read."""
+    staging: Staging | None = None
+    """With offloading, where prompts attend to their blocks."""
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         if kv_cache.dtype == torch.uint8:
@@ -99,11 +102,11 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         """Attends with all tokens of a step; for the arguments see `forward`."""
 
-        def dense(metadata: FlashAttentionMetadata, first: int) -> None:
+        def dense(metadata: FlashAttentionMetadata, first: int, rows: torch.Tensor = self.token_rows) -> None:
             # A layer that shares the cache of another layer has no keys and values.
             new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
             super(SparseCUDAImpl, self).forward(
-                layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], *output_scales
+                layer, query[first:], new_keys, new_values, rows, metadata, output[first:], *output_scales
             )
 
         if self.plan.rolling is not None:
@@ -125,6 +128,11 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             dense(attn_metadata.dense_decode, 0)
         if rounds:
             self._prefill(layer, query[first:], rounds, output[first:])
+        elif self.staging is not None:
+            parts = attn_metadata.staged
+            for part in parts:
+                rows = self.staging.load(self, part, ahead=len(parts) == 1)
+                dense(part.metadata, first + part.tokens.start, rows)
         elif attn_metadata.prefill is not None:
             dense(attn_metadata.prefill, first)
 

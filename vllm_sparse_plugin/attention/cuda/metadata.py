@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_sparse_plugin.attention.prefill import PromptRound
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.metrics.sampling import Sample
+from vllm_sparse_plugin.offload.staging import StagedPrompts
 
 
 @dataclass
@@ -81,6 +82,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     numbers of query tokens differ."""
     prefill: FlashAttentionMetadata | None = None
     """Metadata of the batch of the other requests; None if there are none."""
+    staged: list[StagedPrompts] = field(default_factory=list)
+    """With offloading, the other requests in groups; empty without."""
     dense_decode: FlashAttentionMetadata | None = None
     """Metadata of the decoding requests, for layers that are sparse in prefill only; None if `rounds` is empty."""
     rounds: list[PromptRound] = field(default_factory=list)

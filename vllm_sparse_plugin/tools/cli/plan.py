@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,6 +20,7 @@ from vllm_sparse_plugin.config import (
     resolve,
 )
 from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
+from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.tools.arguments import (
@@ -39,8 +39,6 @@ _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
 _KERNEL_BLOCK = 16
 """FlashAttention needs blocks of a multiple of this many tokens."""
 _MOST_TOKENS = 1 << 30
-_UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
-          **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
 
 
 class CacheShape(NamedTuple):
@@ -228,7 +226,7 @@ def _declared_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _bytes_of(field: str, text: str) -> int:
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]?i?B|)", text)
-    if match is None or match[2] not in _UNITS:
+    size = bytes_of(text)
+    if size is None:
         raise ConfigurationError(f"{field}: got {text!r}, allowed: a size such as 80GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return size

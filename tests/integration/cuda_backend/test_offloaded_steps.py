@@ -1,0 +1,46 @@
+"""Steps of a layer whose keys and values lie in host memory. A CPU has one memory, so only addresses differ."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cuda_layer import BLOCK, HEADS, SIZE, common_metadata, run
+
+from vllm_sparse_plugin.offload.staging import Staging
+
+BATCHES = {
+    "prompts": ([70, 3, 130], [70, 300, 640], [True] * 3),
+    "prompts beside decoding requests": ([1, 1, 64, 65, 2], [500, 40, 64, 400, 129], [False, False, True, True, True]),
+    "decoding requests": ([1, 1], [300, 500], [False, False]),
+}
+
+
+def poisoned(capacity: int) -> torch.Tensor:
+    return torch.full((2, capacity, HEADS, BLOCK, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("capacity", [10, 64])
+def test_a_step_gives_the_bits_of_a_cache_on_the_device(batch, capacity, layer, builder):
+    """Buffers of 10 blocks hold the longest context alone, so the prompts attend in groups."""
+    builder.reorder_batch_threshold = 1
+    expected, _, _ = run(layer, builder, common_metadata(*BATCHES[batch]))
+    layer.bind(replace(layer.plan, offloads=True))
+    layer.staging = builder.staging = Staging([layer], poisoned(capacity))
+    output, _, metadata = run(layer, builder, common_metadata(*BATCHES[batch]))
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    prompts = sum(length > 1 for length in BATCHES[batch][0])
+    assert len(metadata.staged) == (0 if not prompts else 1 if capacity == 64 else 2)
+
+
+def test_statistics_of_a_cache_stay_when_the_layer_is_bound_again(layer):
+    layer.bind(replace(layer.plan, offloads=True))
+    cache, other = (torch.zeros(blocks, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16) for blocks in (3, 4))
+    layer.bind_cache(cache)
+    layer.cache.statistics.vectors.fill_(7)
+    # Another tensor of the same memory is the same cache.
+    layer.bind_cache(cache[:])
+    assert (layer.cache.statistics.vectors == 7).all()
+    layer.bind_cache(other)
+    assert layer.cache.statistics.vectors.shape[0] == 4
+    assert not layer.cache.statistics.vectors.any()

@@ -1,0 +1,253 @@
+"""Offloading: its memory, its copies of blocks, and what it refuses."""
+
+import mmap
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheLayout, KVCacheTensor
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.offload import pool, refusals
+from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies
+
+GIB = 1 << 30
+OFFLOADING = {"attention_backend": "unique_offload"}
+
+
+def offloading(**sections: object) -> dict:
+    return {**OFFLOADING, "additional_config": {"sparse_attention": sections}}
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch):
+    """A host with 100 GiB of free memory."""
+    monkeypatch.setattr(refusals, "available_memory", lambda: 100 * GIB)
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", None), ("80GiB", 80 * GIB), ("1.5 TB", 1_500_000_000_000)])
+def test_sizes(text, size):
+    assert resolve({"offload": {"host_memory": text}}, "unique").offload.bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-1GiB", "9999PiB", "nan", "1e9"])
+def test_other_text_is_no_size(text):
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"offload": {"host_memory": text}}, "unique")
+    allowed = "allowed: auto, or a size such as 200GiB"
+    assert str(caught.value) == f"sparse_attention.offload.host_memory: got {text!r}, {allowed}"
+
+
+NOT_OFFLOADED = {
+    "speculation": (NGRAM, {}, {}, "speculation"),
+    "a connector": (connector("OffloadingConnector"), {}, {}, "a KV connector"),
+    "vLLM's offloading": ({"kv_offloading_size": 1.0}, {}, {}, "a KV connector"),
+    "sleep mode": ({"enable_sleep_mode": True}, {}, {}, "sleep mode"),
+    "stages": ({"pipeline_parallel_size": 2}, {}, {}, "2 pipeline stages"),
+    "engines": ({"data_parallel_size": 2}, {}, {}, "2 data-parallel engines"),
+    "shared caches": ({}, {"num_kv_shared_layers": 1}, {}, "LlamaForCausalLM with layers that share a cache"),
+    "windows": ({}, {"sliding_window": 64}, {}, "LlamaForCausalLM with layers of a sliding window or a chunk"),
+    "dense": ({}, {}, {"selection": {"policy": "dense"}}, "policy dense"),
+    "dense layers": ({}, {}, {"first_dense_layers": 1}, "1 leading dense layers"),
+    "prefill": ({}, {}, {"prefill": {"method": "blocks"}}, "a section and sparse_attention.prefill"),
+    "compaction": ({}, {}, {"compaction": {"method": "snapkv"}}, "a section and sparse_attention.compaction"),
+    "stopping": ({}, {}, {"stopping": {}}, "a section and sparse_attention.stopping"),
+    "lossless": ({}, {}, {"lossless": {}}, "a section and sparse_attention.lossless"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OFFLOADED)
+def test_what_is_not_proven_is_refused(case, folder, monkeypatch):
+    arguments, model, sections, got = NOT_OFFLOADED[case]
+    if case == "sleep mode":
+        monkeypatch.setattr("vllm.platforms.interface.Platform.is_sleep_mode_available", lambda self: True)
+    expected = f"sparse_attention.offload: got {got}, allowed with attention backend unique_offload: null"
+    assert refusal(folder(**model), **offloading(**sections), **arguments) == expected
+    given = offloading(**sections, offload=None)
+    assert engine_config(folder(**model), **given, **arguments)
+
+
+FIELD = "sparse_attention.offload.host_memory"
+SIZES = {
+    "more than is free": ("101GiB", None, f"{FIELD}: got 101GiB", "up to 100.0GiB, the free host memory"),
+    "another size of the cache": (
+        "1GiB", 5, "kv_cache_memory_bytes: got 5", f"none, since {FIELD} says how large the cache is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_that_cannot_be_are_refused(case, folder, monkeypatch):
+    size, cache_bytes, got, allowed = SIZES[case]
+    config = engine_config(folder(head_dim=64), attention_backend="unique")
+    on_cuda(monkeypatch)
+    config.additional_config = {"sparse_attention": {"offload": {"host_memory": size}}}
+    config.cache_config.kv_cache_memory_bytes = cache_bytes
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"{got}, allowed with attention backend unique: {allowed}"
+
+
+def test_a_cpu_has_one_memory(folder):
+    expected = (
+        "sparse_attention.offload.host_memory: got 1GiB, allowed with attention backend unique_offload: auto on a CPU, "
+        "where all caches are in host memory"
+    )
+    assert refusal(folder(), **offloading(offload={"host_memory": "1GiB"})) == expected
+    given = engine_config(folder(), kv_cache_memory_bytes=12345).cache_config.kv_cache_memory_bytes
+    assert (
+        engine_config(folder(), **OFFLOADING, kv_cache_memory_bytes=12345).cache_config.kv_cache_memory_bytes == given
+    )
+
+
+def test_host_memory_sizes_the_cache(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), **OFFLOADING)
+    on_cuda(monkeypatch)
+    config.parallel_config.tensor_parallel_size = 2
+
+    def bytes_of(given: int | None, text: str, free: int = 100) -> int:
+        monkeypatch.setattr(refusals, "available_memory", lambda: free * GIB)
+        config.additional_config = {"sparse_attention": {"offload": {"host_memory": text}}}
+        config.cache_config.kv_cache_memory_bytes = given
+        admit(config, BACKENDS)
+        return config.cache_config.kv_cache_memory_bytes
+
+    assert bytes_of(None, "10GiB") == 5 * GIB
+    assert bytes_of(None, "auto") == 35 * GIB
+    # A worker checks the configuration again, when less is free.
+    assert bytes_of(35 * GIB, "auto", free=80) == 35 * GIB
+    assert bytes_of(5 * GIB, "10GiB", free=80) == 5 * GIB
+
+
+def cache_config(layers: int, blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
+    size = layers * blocks * spec.page_size_bytes
+    stride = spec.page_size_bytes
+    tensor = KVCacheTensor(size=size, layers=names, offset=0, layer_stride=blocks * stride, block_stride=stride)
+    return KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
+
+
+def test_layers_have_the_places_that_vllm_gives_them():
+    config = cache_config(layers=3, blocks=5)
+    expected = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+    places = allocate_kv_cache(config, torch.device("meta"), KVCacheLayout.LBHNC)
+    memory = torch.zeros(places[next(iter(places))].untyped_storage().nbytes(), dtype=torch.uint8)
+    for number, (name, place) in enumerate(places.items(), start=1):
+        found = pool.place_in(memory, place)
+        assert found.shape == expected[name].shape
+        assert found.stride() == expected[name].stride()
+        assert found.dtype == expected[name].dtype
+        expected[name].fill_(number)
+        found.fill_(number)
+    assert torch.equal(memory, torch.empty(0, dtype=torch.uint8).set_(expected[name].untyped_storage()))
+
+
+def test_a_device_without_room_for_the_statistics_is_refused(monkeypatch):
+    config, sparse = cache_config(layers=32, blocks=1000), resolve({}, "unique")
+    statistics = pool.statistics_bytes(config, sparse)
+    # Four rows of a block's 64, in each layer.
+    assert statistics == 32 * 1000 * 2 * 4 * 128 * 2
+    for name, found in {
+        "mem_get_info": (statistics + GIB - 100, 1 << 40), "memory_reserved": 80, "max_memory_allocated": 0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    with pytest.raises(ConfigurationError, match=r"whose page statistics take .* GiB of device memory, allowed: up to"):
+        pool._expect_room(statistics, config, torch.device("cpu"))
+    pool._expect_room(statistics - 20, config, torch.device("cpu"))
+
+
+def test_every_page_of_memory_is_touched():
+    size = 37 * mmap.PAGESIZE + 5
+    block = mmap.mmap(-1, size)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    memory.fill_(1)
+    pool.touch(memory, threads=4)
+    touched = {int(place) // mmap.PAGESIZE for place in (memory == 0).nonzero()}
+    assert touched == set(range(38))
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_only_offloading_changes_the_allocation(chosen, monkeypatch):
+    backend = "unique_offload" if chosen else "unique"
+    vllm_config = SimpleNamespace(additional_config=None, model_config=None)
+    monkeypatch.setattr(pool, "get_current_vllm_config_or_none", lambda: vllm_config)
+    monkeypatch.setattr(compat, "chosen_backend", lambda config, names: backend.upper())
+    called = []
+    monkeypatch.setattr(pool, "allocate_in_host_memory", lambda *args, **more: called.append("host"))
+    pool.allocate_cache(lambda *args, **more: called.append((args, more)), 1, layout=2)
+    assert called == (["host"] if chosen else [((1,), {"layout": 2})])
+
+
+@pytest.mark.parametrize("capacity", [8, 9, 20])
+def test_groups_of_prompts_fit_the_buffer(capacity):
+    lengths = PromptLengths((1, 64, 65, 5, 0), (1, 512, 130, 300, 0))
+    groups = lengths.groups(64, capacity)
+    assert [index for first, end in groups for index in range(first, end)] == list(range(5))
+    blocks = lengths.blocks(64)
+    assert blocks.tolist() == [1, 8, 3, 5, 0]
+    assert all(blocks[first:end].sum() <= capacity for first, end in groups)
+    assert len(groups) == {8: 3, 9: 2, 20: 1}[capacity]
+
+
+def test_copies_put_every_block_in_its_place_and_those_of_the_chunk_late():
+    lengths = PromptLengths((64, 70, 1), (640, 70, 129))
+    table = torch.randperm(40, dtype=torch.int32)[:36].view(3, 12)
+    places, early, late = plan_copies(lengths, table, 64, capacity=16)
+    assert places.max() == 15
+    found = dict(zip([*early.places.tolist(), *late.places.tolist()], [*early.blocks, *late.blocks], strict=True))
+    for prompt, count in enumerate((10, 2, 3)):
+        for block in range(count):
+            assert found.pop(int(places[prompt, block])) == table[prompt, block]
+    assert not found
+    # The chunk of 64 tokens is in one block; the block before is copied late, too.
+    assert early.places.tolist() == [*range(8), 12]
+
+
+class Layer(SimpleNamespace):
+    """A layer with 6 blocks of one head, filled with its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(bound_cache=object(), token_rows=torch.full((6, 1, 4, 16), float(number)))
+
+
+def test_the_next_layer_finds_finished_blocks_and_new_keys():
+    layers = [Layer(1), Layer(2), Layer(3)]
+    staging = Staging(layers, torch.full((2, 3, 1, 4, 16), torch.nan))
+    places, early, late = plan_copies(PromptLengths((2,), (12,)), torch.tensor([[5, 3, 1]], dtype=torch.int32), 4, 3)
+    assert (early.blocks.tolist(), late.blocks.tolist()) == ([5], [3, 1])
+    part = StagedPrompts(None, slice(0, 2), early, late)
+    for number, layer in enumerate(layers, start=1):
+        layer.token_rows[1] = 10.0 * number
+        layer.token_rows[4] = torch.nan
+        rows = staging.load(layer, part, ahead=True)
+        assert rows[places[0].long()].mean(dim=(1, 2, 3)).tolist() == [number, number, 10.0 * number]
+        if layer is not layers[-1]:
+            # A change shows that the finished block was copied ahead. No step changes one.
+            ahead = layers[number].token_rows[5].clone()
+            layers[number].token_rows[5] = torch.nan
+            again = staging._buffers[number % 2][0]
+            assert torch.equal(again, ahead)
+    # The next step starts over.
+    layers[0].token_rows[5] = 7.0
+    assert staging.load(layers[0], part, ahead=True)[0].mean() == 7.0
+
+
+def test_blocks_are_not_copied_ahead_for_a_layer_without_a_cache_or_for_other_prompts():
+    layers = [Layer(1), Layer(2)]
+    staging = Staging(layers, torch.full((2, 3, 1, 4, 16), torch.nan))
+    _, early, late = plan_copies(PromptLengths((2,), (12,)), torch.tensor([[5, 3, 1]], dtype=torch.int32), 4, 3)
+    part = StagedPrompts(None, slice(0, 2), early, late)
+    staging.load(layers[0], part, ahead=False)
+    assert staging._buffers[1].isnan().all()
+    layers[1].bound_cache = None
+    staging.load(layers[0], part, ahead=True)
+    assert staging._buffers[1].isnan().all()
+    assert np.isfinite(staging.load(layers[1], part, ahead=True).numpy()).all()

@@ -1,0 +1,1 @@
+"""Keys and values in host memory, statistics on the device."""

@@ -1,0 +1,157 @@
+"""Allocates the KV cache in pinned host memory that the device can read and write."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, UniformTypeKVCacheSpecs
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.engine_settings import resolved
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
+
+logger = init_logger(f"vllm.{__name__}")
+
+_GRAPHS = 1 << 30
+"""Bytes of device memory that stay free for CUDA graphs."""
+
+
+def allocate_cache(allocate: Callable[..., dict[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """Allocates the KV cache where the settings of the loading engine say; for the arguments see vLLM's function."""
+    vllm_config = get_current_vllm_config_or_none()
+    name = None if vllm_config is None else compat.chosen_backend(vllm_config, BACKENDS)
+    if name is not None:
+        config = resolved(vllm_config, BACKENDS[name])
+        if config.offload is not None:
+            return allocate_in_host_memory(config, allocate, *args, **kwargs)
+    return allocate(*args, **kwargs)
+
+
+def allocate_in_host_memory(
+    config: ResolvedConfig,
+    allocate: Callable[..., dict[str, torch.Tensor]],
+    kv_cache_config: KVCacheConfig,
+    device: torch.device,
+    layout: KVCacheLayout,
+    kernel_block_sizes: list[int] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Returns the KV cache of each layer by name: tensors on the device whose memory is pinned host memory.
+
+    Args:
+        config: the settings of the plugin.
+        allocate: vLLM's `allocate_kv_cache`.
+        kv_cache_config: blocks and layers.
+        device: the device of the layers.
+        layout: order of layers and blocks in memory.
+        kernel_block_sizes: tokens of a block in the kernels, by group of layers.
+
+    Raises:
+        ConfigurationError: if the device has no room for the statistics, or the host memory cannot be pinned.
+    """
+    if device.type != "cuda":
+        return allocate(kv_cache_config, device, layout, kernel_block_sizes)
+    statistics = statistics_bytes(kv_cache_config, config)
+    _expect_room(statistics, kv_cache_config, device)
+    # Tensors without memory say where each layer's blocks are.
+    places = allocate(kv_cache_config, torch.device("meta"), layout, kernel_block_sizes)
+    started = time.monotonic()
+    memory = pinned_memory(next(iter(places.values())).untyped_storage().nbytes())
+    seconds = time.monotonic() - started
+    logger.info(
+        "%s.offload: keys and values are in %.1f GiB of host memory, pinned in %.1f s; page statistics take %.2f GiB "
+        "of device memory",
+        KEY, len(memory) / 2**30, seconds, statistics / 2**30,
+    )  # fmt: skip
+    on_device = get_accelerator_view_from_cpu_tensor(memory)
+    return {name: place_in(on_device, place) for name, place in places.items()}
+
+
+def place_in(memory: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Returns the view of some bytes that a tensor is of its own storage.
+
+    Args:
+        memory: `[bytes]` uint8.
+        place: a tensor whose storage has as many bytes; it may lack memory.
+    """
+    typed = memory[: len(memory) // place.itemsize * place.itemsize].view(place.dtype)
+    return typed.as_strided(place.shape, place.stride(), place.storage_offset())
+
+
+def statistics_bytes(kv_cache_config: KVCacheConfig, config: ResolvedConfig) -> int:
+    """Returns the device memory of the page statistics of all blocks."""
+    total = 0
+    for spec in _specs(kv_cache_config):
+        layout = config.statistics_layout(spec.head_size, spec.dtype.itemsize)
+        if layout is not None:
+            rows = kv_cache_config.num_blocks * spec.num_kv_heads * layout.rows(spec.block_size)
+            total += rows * 2 * spec.head_size * spec.dtype.itemsize
+    return total
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> Iterable[AttentionSpec]:
+    """Yields the specification of each layer's cache."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            of_layer = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            assert isinstance(of_layer, AttentionSpec)
+            yield of_layer
+
+
+def _expect_room(statistics: int, kv_cache_config: KVCacheConfig, device: torch.device) -> None:
+    """Expects device memory for so many bytes of statistics. The buffers of prompts are allocated already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    room = free + unused - _GRAPHS
+    if statistics > room:
+        total = kv_cache_config.kv_cache_tensors[0].size
+        raise ConfigurationError(
+            f"{KEY}.offload.host_memory: got {total / 2**30:.1f}GiB for this worker, whose page statistics take "
+            f"{statistics / 2**30:.1f} GiB of device memory, allowed: up to "
+            f"{max(0.0, total * room / statistics) / 2**30:.1f}GiB"
+        )
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """Returns pinned host memory, `[size]` uint8, all zero. It is given back with the last tensor of it.
+
+    Threads touch the pages first, because pinning touches them one by one. torch's own pinned memory has a power of two
+    of bytes, and is never given back.
+
+    Raises:
+        ConfigurationError: if the memory cannot be pinned.
+    """
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Pinning a huge page takes as long as pinning one of 4 KiB.
+    block.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    touch(memory, min(16, len(os.sched_getaffinity(0))))
+    runtime: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    code = int(runtime.cudaHostRegister(address, size, 0))
+    if code or not memory.is_pinned():
+        raise ConfigurationError(
+            f"{KEY}.offload.host_memory: got {size / 2**30:.1f}GiB for this worker, which the driver does not pin "
+            f"(error {code}), allowed: less memory, or a higher limit of locked memory"
+        )
+    weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
+    return memory
+
+
+def touch(memory: torch.Tensor, threads: int) -> None:
+    """Has the system give pages to memory, `[bytes]` uint8 of zeros, with some threads."""
+    part = -(-len(memory) // (threads * mmap.PAGESIZE)) * mmap.PAGESIZE
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda start: memory[start : start + part : mmap.PAGESIZE].zero_(), range(0, len(memory), part)))

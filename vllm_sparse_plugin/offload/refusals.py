@@ -1,0 +1,88 @@
+"""Sizes the cache by host memory, and refuses what offloading does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
+from vllm_sparse_plugin.config.offload import AUTO
+from vllm_sparse_plugin.offload.memory import available_memory
+from vllm_sparse_plugin.policies import reads_selection
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SHARE = 0.7
+"""Share of the free host memory that `auto` takes. The rest is for the weights while they load, and for other
+programs."""
+
+
+def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[tuple[str, object, str]]:
+    """Yields the field, the value and the allowed values of options that are not proven right with offloading."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
+    transfer = vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None
+    speculates = vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config)
+    refused = {
+        f"{architecture} with state-space layers": model.is_hybrid,
+        f"{architecture} with layers of a sliding window or a chunk": windows and not model.is_hybrid,
+        f"{architecture} with layers that share a cache": bool(getattr(text, "num_kv_shared_layers", 0)),
+        "speculation": speculates,
+        "a KV connector": transfer,
+        "sleep mode": bool(getattr(model, "enable_sleep_mode", False)),
+        f"{parallel.pipeline_parallel_size} pipeline stages": parallel.pipeline_parallel_size > 1,
+        f"{parallel.data_parallel_size} data-parallel engines": parallel.data_parallel_size > 1,
+        "a backend by kind of attention": bool(vllm_config.attention_config.backend_per_kind),
+        # Each step would read the whole cache over the bus.
+        f"policy {config.selection.name()}": not reads_selection(config.selector),
+        f"{config.config.first_dense_layers} leading dense layers": config.config.first_dense_layers > 0,
+    }
+    sections = ("prefill", "compaction", "routing", "stopping", "lossless")
+    refused |= {f"a section and {KEY}.{name}": getattr(config.config, name) is not None for name in sections}
+    for got, holds in refused.items():
+        if holds:
+            yield f"{KEY}.offload", got, "null"
+    assert config.offload is not None
+    yield from _refuse_size(vllm_config, config.offload)
+
+
+def _refuse_size(vllm_config: VllmConfig, offload: Offload) -> Iterator[tuple[str, object, str]]:
+    from vllm.platforms import current_platform
+
+    field, free = f"{KEY}.offload.host_memory", available_memory()
+    if offload.bytes is None:
+        return
+    if current_platform.is_cpu():
+        yield field, offload.host_memory, f"{AUTO} on a CPU, where all caches are in host memory"
+        return
+    given, wanted = vllm_config.cache_config.kv_cache_memory_bytes, _bytes_per_worker(vllm_config, offload)
+    if given not in (None, wanted):
+        yield "kv_cache_memory_bytes", given, f"none, since {field} says how large the cache is"
+    if free is not None and offload.bytes > free:
+        yield field, offload.host_memory, f"up to {free / 2**30:.1f}GiB, the free host memory"
+
+
+def size_cache(vllm_config: VllmConfig, offload: Offload) -> None:
+    """Has vLLM size the KV cache on a GPU by host memory instead of the device's.
+
+    vLLM takes `kv_cache_memory_bytes` of each worker without measuring the device. It stays as given if the user
+    has set it.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is None and not current_platform.is_cpu():
+        cache.kv_cache_memory_bytes = _bytes_per_worker(vllm_config, offload)
+
+
+def _bytes_per_worker(vllm_config: VllmConfig, offload: Offload) -> int | None:
+    """Returns the bytes of a worker's cache; None if the free memory is not known."""
+    total, free = offload.bytes, available_memory()
+    if total is None and free is not None:
+        total = int(_SHARE * free)
+    return None if total is None else total // int(vllm_config.parallel_config.tensor_parallel_size)
