@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparse_kernels.hot_pages.pages import HotPages
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 
@@ -23,6 +24,9 @@ class KVCache:
     """One float32: a float8 key times this is the key; None for other caches."""
     value_scale: torch.Tensor | None = None
     """One float32: a float8 value times this is the value; None for other caches."""
+    hot: HotPages | None = None
+    """On a GPU, copies in device memory of pages in host memory; None for a cache in device memory. No output depends
+    on them."""
 
     @classmethod
     def from_rows(

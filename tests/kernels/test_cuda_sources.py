@@ -24,7 +24,7 @@ SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "GIVEN": 0, "WRITTEN": 0, "STOP_TILES": 0}
+DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "GIVEN": 0, "WRITTEN": 0, "STOP_TILES": 0, "HOT": 0}
 SPLIT = {
     **SHAPE,
     **LAUNCH,
@@ -76,6 +76,7 @@ CASES = {
     "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
     "decode": ("sparse_decode/decode.cu", DECODE),
     "decode pages of 32": ("sparse_decode/decode.cu", DECODE | {"GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2}),
+    "decode a given list with hot pages, one block": ("sparse_decode/decode.cu", DECODE | GIVEN | {"HOT": 1}),
     "decode a given list, one block": ("sparse_decode/decode.cu", DECODE | GIVEN),
     "decode and write the selection, one block": (
         "sparse_decode/decode.cu",
@@ -181,6 +182,22 @@ HOPPER = {
         DECODE | {"FUSED": 1, "WRITTEN": 1, "CLUSTER": 4, "STOP_TILES": 64},
     ),
     "decode a list and write it": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "WRITTEN": 1, "CLUSTER": 2}),
+    "decode with hot pages": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "HOT": 1, "RECORD": QUARTERS}),
+    "decode with hot pages of 64, cluster, fp8, write the selection": (
+        "sparse_decode/decode.cu",
+        DECODE
+        | ONE_BLOCK_PER_SM
+        | {
+            "FUSED": 1,
+            "HOT": 1,
+            "CLUSTER": 8,
+            "WARPS": 16,
+            "PAGE_SIZE": 64,
+            "PAGES_PER_BLOCK": 4,
+            "KV": FP8,
+            "WRITTEN": 1,
+        },
+    ),
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),

@@ -9,6 +9,7 @@ from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softm
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
+from sparse_kernels.hot_pages import HotPages
 from sparse_kernels.page_score.reference import score_pages as reference_scores
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.paging import PagedTensor
@@ -202,6 +203,7 @@ class Inputs:
         self.routing = None if case.skipped is None else self.forced(case, case.skipped)
         self.budgets: torch.Tensor | None = None
         self.dense_requests: torch.Tensor | None = None
+        self.hot: HotPages | None = None
 
     def context_lens(self, case: Case) -> torch.Tensor:
         from_end = torch.arange(case.queries - 1, -1, -1, device="cuda")
@@ -231,7 +233,7 @@ class Inputs:
 
     def kv(self, case: Case) -> KVCache:
         statistics: PageStatistics | None = self.statistics if case.statistics else None
-        return KVCache(self.keys, self.values, statistics, self.key_scale, self.value_scale)
+        return KVCache(self.keys, self.values, statistics, self.key_scale, self.value_scale, self.hot)
 
     def softmax(self, case: Case) -> Softmax:
         return Softmax(SCALE, case.softcap, self.sinks)

@@ -23,6 +23,7 @@ def interpret_kernels() -> None:
         import sparse_kernels.block_prefill.triton
         import sparse_kernels.compaction.held_triton
         import sparse_kernels.compaction.triton
+        import sparse_kernels.hot_pages.triton
         import sparse_kernels.masked_attention.triton
         import sparse_kernels.multi_token_decode.triton
         import sparse_kernels.page_score.triton

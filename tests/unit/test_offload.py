@@ -107,6 +107,14 @@ def test_a_cpu_has_one_memory(folder):
     )
 
 
+def test_a_cpu_has_no_copies(folder):
+    expected = (
+        "sparse_attention.offload.hot_pages: got 2.0, allowed with attention backend unique_offload: the default on a "
+        "CPU, which has no copies"
+    )
+    assert refusal(folder(), **offloading(offload={"hot_pages": 2})) == expected
+
+
 def test_host_memory_sizes_the_cache(folder, monkeypatch):
     config = engine_config(folder(head_dim=64), **OFFLOADING)
     on_cuda(monkeypatch)
@@ -150,18 +158,57 @@ def test_layers_have_the_places_that_vllm_gives_them():
     assert torch.equal(memory, torch.empty(0, dtype=torch.uint8).set_(expected[name].untyped_storage()))
 
 
-def test_a_device_without_room_for_the_statistics_is_refused(monkeypatch):
+def test_a_device_without_room_for_the_statistics_is_refused():
     config, sparse = cache_config(layers=32, blocks=1000), resolve({}, "unique")
     statistics = pool.statistics_bytes(config, sparse)
     # Four rows of a block's 64, in each layer.
     assert statistics == 32 * 1000 * 2 * 4 * 128 * 2
-    for name, found in {
-        "mem_get_info": (statistics + GIB - 100, 1 << 40), "memory_reserved": 80, "max_memory_allocated": 0,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     with pytest.raises(ConfigurationError, match=r"whose page statistics take .* GiB of device memory, allowed: up to"):
-        pool._expect_room(statistics, config, torch.device("cpu"))
-    pool._expect_room(statistics - 20, config, torch.device("cpu"))
+        pool._expect_room(statistics, statistics - 1, config)
+    pool._expect_room(statistics, statistics, config)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.99])
+def test_the_share_of_the_device_that_users_allow_is_not_exceeded(share, monkeypatch):
+    found = {"mem_get_info": (40 * GIB, 80 * GIB), "memory_reserved": 100, "max_memory_allocated": 20}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=share))
+    expected = min(40 * GIB, int(share * 80 * GIB) - 40 * GIB) + 80 - GIB
+    assert pool._room(vllm_config, torch.device("cpu")) == expected
+
+
+def test_copies_take_what_is_asked_or_what_is_free():
+    specs = [FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)] * 3
+    one = pool.copy_bytes(specs, 8)
+    assert one == 3 * 2 * (8 * 2 * 64 * 2 + 8)
+    assert pool.sets_of(4 * 128 * 6, one, 1 << 40) == 4 * 128 * 6 // 8
+    assert pool.sets_of(0.1, one, 1 << 40) == 1
+    assert pool.sets_of(4 * 128 * 6, one, 80 * one + 7) == 10
+    assert pool.sets_of(4 * 128 * 6, one, 8 * one - 1) == 0
+    assert pool.sets_of(0, one, 1 << 40) == 0
+    assert pool.sets_of(8, one, -5) == 0
+
+
+def test_each_layer_gets_its_own_copies():
+    names = ["layer 0", "layer 1"]
+    specs = [FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)] * 2
+    context = {name: SimpleNamespace(impl=SimpleNamespace(hot=None)) for name in names}
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )
+    sparse = resolve({"offload": {"hot_pages": 2}}, "unique")
+    pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), 1 << 40)
+    (copies, first), (same, second) = (context[name].impl.hot for name in names)
+    assert (first, second) == (0, 1)
+    assert copies is same
+    assert copies.tags.shape == (2, 2, 2 * 128 * 3)
+    assert copies.rows.shape == (2, 2, 2 * 128 * 3, 8, 128)
+    for layer in context.values():
+        layer.impl.hot = None
+    pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), 0)
+    assert context["layer 0"].impl.hot is None
 
 
 def test_every_page_of_memory_is_touched():

@@ -19,6 +19,7 @@ from sparse_kernels.compaction import (
     add_votes,
     compact_prompt,
 )
+from sparse_kernels.hot_pages import HotPool
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -147,6 +148,8 @@ class SparseImpl:
     scale: float
     logits_soft_cap: float
     alibi_slopes: torch.Tensor | None
+    hot: tuple[HotPool, int] | None = None
+    """With offloading, the copies of pages in device memory, and the layer's index there; None for no copies."""
     _statistics_rows: tuple[int, torch.Tensor] | None = None
     """With offloading, the address of the layer's cache and the statistics rows of its blocks, on the device."""
     _ring: tuple[QueryRing, int] | None = None
@@ -193,6 +196,9 @@ class SparseImpl:
         # Statistics for prefill alone must not change which pages a decoding token reads.
         summarised = self.statistics_cache if plan.scores_pages else None
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
+        if self.hot is not None and plan.host_reads is not None:
+            pool, layer = self.hot
+            self.cache = replace(self.cache, hot=pool.of_layer(layer, plan.host_reads))
 
     def _rows_beside(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """Returns the statistics rows of a cache that has none in its blocks; the same rows for the same cache."""

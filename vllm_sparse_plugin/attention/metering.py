@@ -21,7 +21,8 @@ from vllm_sparse_plugin.requests import rows
 def sampled_steps(sparse: ResolvedConfig) -> int:
     """Returns the sampling interval in steps: one step in so many is measured. 0 for never.
 
-    Lossless mode is not measured, because dense attention computes its answers.
+    Lossless mode is not measured, because dense attention computes its answers. With offloading, a measurement would
+    read the whole context over the bus.
     """
     from vllm.platforms import current_platform
 
@@ -32,6 +33,8 @@ def sampled_steps(sparse: ResolvedConfig) -> int:
         return every
     if current_platform.is_cpu():
         return SAMPLED_STEPS
+    if sparse.offload is not None:
+        return 0
     # To find the stop again, torch needs at least one launch per test interval of a context, and waits for the device.
     return SAMPLED_STEPS_ON_GPU if sparse.stop_rule is None else 0
 

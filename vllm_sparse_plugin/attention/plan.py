@@ -29,6 +29,7 @@ from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.live import (
     BLOCK_READS,
+    HOST_READS,
     QUALITY,
     READS,
     SKIPPED,
@@ -81,6 +82,8 @@ class LayerPlan:
     """Sparse prefill; None for dense prefill."""
     offloads: bool = False
     """Whether keys and values lie in host memory, and statistics in device memory of their own."""
+    host_reads: torch.Tensor | None = None
+    """`[num_kv_heads, 2]` int64: pages read, and those of them read from host memory; None without offloading."""
     moves_tokens: bool = False
     """Whether compaction moves the kept tokens of a prompt to other blocks."""
     rolling: RollingPlan | None = None
@@ -187,6 +190,10 @@ def plan_layers(
     choosing = {name: layer for name, layer in selecting.items() if name not in anchors}
     reads = _counts_of_reads(choosing, sparse, vllm_config, device)
     counters = dict(zip(choosing, reads.of_layers, strict=True)) if reads else {}
+    from_host = None
+    if sparse.offload is not None and device.type == "cuda":
+        from_host = DeviceCounts(numbered_heads(layers, vllm_config), HOST_READS, 2, device)
+    host_reads = dict(zip(layers, from_host.of_layers, strict=True)) if from_host else {}
     quality, measured = _quality_of(selecting, sparse, vllm_config, statistics, device)
     drafting = of_draft if sparse.draft_is_sparse else set()
     if not all(attends_whole_context(layers[name]) for name in drafting):
@@ -215,13 +222,14 @@ def plan_layers(
             quality=quality.get(name),
             prefill=prefill.get(name),
             offloads=sparse.offload is not None,
+            host_reads=host_reads.get(name),
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
             rolling=rolling.get(name),
         )
     by_length = _context_reads(sparse, retention, block_size) if selecting or sparse.compaction else None
     if reads is not None and by_length is not None:
         reads.positions_per_key = by_length.positions_per_key
-    counts = [counts for counts in (skipped, reads, densities, measured) if counts is not None]
+    counts = [counts for counts in (skipped, reads, densities, measured, from_host) if counts is not None]
     return LayerGroup(
         plans=plans,
         counts=counts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import ByteSize, TypeAdapter, ValidationError, model_validator
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_sparse_plugin.policies.base import Section
@@ -31,6 +31,10 @@ class Offload(Section):
     host_memory: Annotated[str, "auto, or a size such as 200GiB"] = AUTO
     """Host memory for keys and values of all workers, such as `200GiB`. `auto`: 70 % of the free memory; on a CPU
     what vLLM chooses."""
+
+    hot_pages: Annotated[float, Field(ge=0, le=1024)] = 4.0
+    """Copies of pages that stay in free GPU memory: so many times the pages that `max_num_seqs` requests read in a
+    step, as far as they fit. 0: none. On a CPU there are none."""
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:

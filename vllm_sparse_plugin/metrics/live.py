@@ -73,6 +73,10 @@ QUALITY = (
     ),
 )  # fmt: skip
 """Summaries of `LayerQuality.counts`. Without an estimate, the last one is omitted."""
+HOST_READS = (
+    Ratio("vllm_sparse_host_reads", "Pages that decode steps read from host memory (sum) of those read (count).", 1, 0),
+)
+"""Summary of `LayerPlan.host_reads`."""
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Summaries of `GroupRouting.counts`."""
 READS = (

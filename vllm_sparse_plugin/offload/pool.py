@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -11,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from sparse_kernels.hot_pages import WAYS, HotPool
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheLayout, UniformTypeKVCacheSpecs
@@ -35,11 +37,12 @@ def allocate_cache(allocate: Callable[..., dict[str, torch.Tensor]], *args: Any,
     if name is not None:
         config = resolved(vllm_config, BACKENDS[name])
         if config.offload is not None:
-            return allocate_in_host_memory(config, allocate, *args, **kwargs)
+            return allocate_in_host_memory(vllm_config, config, allocate, *args, **kwargs)
     return allocate(*args, **kwargs)
 
 
 def allocate_in_host_memory(
+    vllm_config: VllmConfig,
     config: ResolvedConfig,
     allocate: Callable[..., dict[str, torch.Tensor]],
     kv_cache_config: KVCacheConfig,
@@ -50,6 +53,7 @@ def allocate_in_host_memory(
     """Returns the KV cache of each layer by name: tensors on the device whose memory is pinned host memory.
 
     Args:
+        vllm_config: vLLM's configuration, with the layers.
         config: the settings of the plugin.
         allocate: vLLM's `allocate_kv_cache`.
         kv_cache_config: blocks and layers.
@@ -62,8 +66,8 @@ def allocate_in_host_memory(
     """
     if device.type != "cuda":
         return allocate(kv_cache_config, device, layout, kernel_block_sizes)
-    statistics = statistics_bytes(kv_cache_config, config)
-    _expect_room(statistics, kv_cache_config, device)
+    statistics, room = statistics_bytes(kv_cache_config, config), _room(vllm_config, device)
+    _expect_room(statistics, room, kv_cache_config)
     # Tensors without memory say where each layer's blocks are.
     places = allocate(kv_cache_config, torch.device("meta"), layout, kernel_block_sizes)
     started = time.monotonic()
@@ -74,8 +78,48 @@ def allocate_in_host_memory(
         "of device memory",
         KEY, len(memory) / 2**30, seconds, statistics / 2**30,
     )  # fmt: skip
+    _allocate_copies(vllm_config, config, list(places), list(_specs(kv_cache_config)), device, room - statistics)
     on_device = get_accelerator_view_from_cpu_tensor(memory)
     return {name: place_in(on_device, place) for name, place in places.items()}
+
+
+def _allocate_copies(
+    vllm_config: VllmConfig, config: ResolvedConfig, names: list[str], specs: list[AttentionSpec],
+    device: torch.device, room: int,
+) -> None:  # fmt: skip
+    """Gives each layer copies of pages, of at most `room` bytes together."""
+    assert config.offload is not None
+    assert config.selector is not None
+    spec, page_size, pages = specs[0], config.selector.page_size, config.selector.budget_pages
+    dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+    requests = vllm_config.scheduler_config.max_num_seqs
+    sets = sets_of(config.offload.hot_pages * pages * requests, copy_bytes(specs, page_size), room)
+    if not sets:
+        logger.warning("%s.offload: no copies of pages stay in device memory, so each page is read over the bus", KEY)
+        return
+    copies = HotPool.empty(len(names), spec.num_kv_heads, sets, page_size, spec.head_size, dtype, device)
+    for index, name in enumerate(names):
+        vllm_config.compilation_config.static_forward_context[name].impl.hot = copies, index
+    logger.info(
+        "%s.offload: copies of pages take %.2f GiB of device memory, as many as %.1f requests read in a step",
+        KEY, copies.rows.nbytes / 2**30, sets * WAYS / pages,
+    )  # fmt: skip
+
+
+def copy_bytes(specs: list[AttentionSpec], page_size: int) -> int:
+    """Returns the device memory of one copy in each layer and KV head."""
+    return sum(spec.num_kv_heads * (page_size * 2 * spec.head_size * spec.dtype.itemsize + 8) for spec in specs)
+
+
+def sets_of(wanted: float, of_copy: int, room: int) -> int:
+    """Returns the sets of copies of each layer and KV head.
+
+    Args:
+        wanted: copies that the settings ask for.
+        of_copy: bytes of one copy in each layer and KV head.
+        room: free bytes.
+    """
+    return max(0, min(math.ceil(wanted / WAYS), room // (WAYS * of_copy)))
 
 
 def place_in(memory: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -110,11 +154,17 @@ def _specs(kv_cache_config: KVCacheConfig) -> Iterable[AttentionSpec]:
             yield of_layer
 
 
-def _expect_room(statistics: int, kv_cache_config: KVCacheConfig, device: torch.device) -> None:
-    """Expects device memory for so many bytes of statistics. The buffers of prompts are allocated already."""
-    free, _ = torch.cuda.mem_get_info(device)
+def _room(vllm_config: VllmConfig, device: torch.device) -> int:
+    """Returns the bytes of device memory that the worker may still take. The buffers of prompts are allocated already,
+    and the most memory of a step is not free."""
+    free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    room = free + unused - _GRAPHS
+    allowed = int(vllm_config.cache_config.gpu_memory_utilization * total) - (total - free)
+    return min(free, allowed) + unused - _GRAPHS
+
+
+def _expect_room(statistics: int, room: int, kv_cache_config: KVCacheConfig) -> None:
+    """Expects device memory for so many bytes of statistics."""
     if statistics > room:
         total = kv_cache_config.kv_cache_tensors[0].size
         raise ConfigurationError(

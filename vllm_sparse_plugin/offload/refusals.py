@@ -55,6 +55,8 @@ def _refuse_size(vllm_config: VllmConfig, offload: Offload) -> Iterator[tuple[st
     from vllm.platforms import current_platform
 
     field, free = f"{KEY}.offload.host_memory", available_memory()
+    if current_platform.is_cpu() and offload.hot_pages != Offload().hot_pages:
+        yield f"{KEY}.offload.hot_pages", offload.hot_pages, "the default on a CPU, which has no copies"
     if offload.bytes is None:
         return
     if current_platform.is_cpu():

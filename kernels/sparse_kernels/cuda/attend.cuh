@@ -32,6 +32,7 @@ struct TokenTile {
     i64 block;
     int token;
     int valid;
+    i64 beside = 0;  // Bytes from the cache to other memory of the same form, if the tile is there.
 };
 
 // Query rows in shared memory, in the format of the matrix instructions. Rows beyond the group are zero.
@@ -101,10 +102,10 @@ struct Attention {
     // Reads eight consecutive tokens of a KV-cache block. Values of tokens beyond `valid` are not read, because they
     // may hold anything. With AHEAD, loads of tokens that are used after a barrier start before it.
     template <bool AHEAD = false>
-    static DEVICE Tokens read(const TokenRows& rows, i64 block, int token, int valid, int lane) {
+    static DEVICE Tokens read(const TokenRows& rows, const TokenTile& tile, int valid, int lane) {
         int g = lane / 4, t = lane % 4;
         Tokens tokens;
-        i64 at = block * rows.block_stride + (i64)token * rows.token_stride;
+        i64 at = tile.beside + tile.block * rows.block_stride + (i64)tile.token * rows.token_stride;
         const u8* key = rows.keys + at + g * rows.token_stride + 16 * t;
 #pragma unroll
         for (int piece = 0; piece < KEY_PIECES; piece++) {

@@ -46,7 +46,7 @@ struct ChainedAttention {
                 valid[n] = n < count ? at[n].valid : 0;
             }
 #pragma unroll
-            for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n].block, at[n].token, valid[n], lane);
+            for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n], valid[n], lane);
             attention.add(query, tokens, valid, count, scale, softcap, lane);
         }
     }

@@ -72,6 +72,15 @@ struct CandidateParams {
     }
 };
 
+// Copies of pages of a cache in host memory (hot.cuh). Null pointers: none.
+struct HotParams {
+    u8* rows;          // [heads, places]: the token rows of a page.
+    u64* tags;         // [heads, places]: the stamp of the last step that read it << 32 | page + 1; 0: empty.
+    u64* counters;     // [heads, 2]: pages read, pages read from the host.
+    const int* clock;  // The number of the step.
+    int sets;          // Of eight places each.
+};
+
 // The routing of one layer.
 struct RoutingParams {
     const float4* coefficients;  // The cubic of each KV head's threshold; null: nothing is skipped.

@@ -135,6 +135,35 @@ class CandidateParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class HotParams(ctypes.Structure):
+    """Copies of pages of a cache in host memory."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("rows", _Pointer), ("tags", _Pointer), ("counters", _Pointer), ("clock", _Pointer), ("sets", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, cache: KVCache) -> HotParams:
+        """Takes the hot pages of a cache; null pointers without any.
+
+        Raises:
+            ValueError: if pages of the cache have another form than their copies.
+        """
+        hot = cache.hot
+        if hot is None:
+            return cls()
+        rows, keys = hot.rows, cache.keys.view
+        form = cache.num_kv_heads, cache.page_size, 2 * cache.head_size
+        beside = cache.values.view.data_ptr() - keys.data_ptr() == cache.head_size * keys.element_size()
+        if (len(rows), *rows.shape[2:]) != form or rows.dtype != keys.dtype or not rows.is_contiguous():
+            raise ValueError(f"hot: got {list(rows.shape)} of {rows.dtype}, allowed: {form} of {keys.dtype}")
+        if not beside or keys.stride(-2) != 2 * cache.head_size:
+            raise ValueError(
+                "hot: got a cache whose pages have gaps, allowed: a key and its value, then the next token"
+            )
+        return cls(pointer(rows), pointer(hot.tags), pointer(hot.counters), pointer(hot.clock), hot.sets)
+
+
 class RoutingParams(ctypes.Structure):
     """The routing of one layer."""
 
@@ -232,7 +261,7 @@ class DecodeParams(ctypes.Structure):
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
         ("pages", _Pointer), ("chosen", _Pointer), ("whole", WholeParams), ("num_tokens", _Int),
-        ("candidates", CandidateParams),
+        ("candidates", CandidateParams), ("hot", HotParams),
     ]  # fmt: skip
 
 

@@ -146,7 +146,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             for (int n = 0; n < READS; n++) {
                 TokenTile at = locate(n < count ? i + n * CHAINS : i, end_of_pages);
                 valid[n] = n < count ? at.valid : 0;
-                tokens[n] = Attend::template read<true>(rows, at.block, at.token, valid[n], lane);
+                tokens[n] = Attend::template read<true>(rows, at, valid[n], lane);
             }
         };
         if (stopping && rank == 0 && warp == 0) {
@@ -154,7 +154,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
 #pragma unroll 1
             for (int i = 0; i < tail_tiles; i++) {
                 TokenTile at = locate(page_tiles + i, page_tiles);
-                typename Attend::Tokens tile[1] = {Attend::read(rows, at.block, at.token, at.valid, lane)};
+                typename Attend::Tokens tile[1] = {Attend::read(rows, at, at.valid, lane)};
                 int tile_valid[1] = {at.valid};
                 attention.add(shared.query, tile, tile_valid, 1, scale, softcap, lane);
             }

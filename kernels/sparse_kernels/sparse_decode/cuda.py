@@ -30,6 +30,7 @@ from sparse_kernels.cuda.params import (
     CandidateParams,
     ContextParams,
     DecodeParams,
+    HotParams,
     OutputParams,
     QueryParams,
     RoutingParams,
@@ -74,6 +75,8 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
     statistics, device = None if batch.pages is not None else cache.statistics, batch.query.device
+    if cache.hot is not None and rule is not None:
+        raise ValueError("cache.hot: got hot pages, allowed with a stop rule: None")
     if selection.k > MAX_K and (rule is not None or launch is not None):
         raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule or in one launch: up to {MAX_K}")
     max_pages = _max_pages(batch, cache)
@@ -107,6 +110,7 @@ def sparse_decode(
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
+        "HOT": int(cache.hot is not None),
         "STOP_TILES": rule.block_tokens // 8 if rule else 0,
         "FIXED_BYTES": fixed_bytes(launch, shape),
         "VALUES_BYTES": values_bytes(launch, shape),
@@ -143,6 +147,7 @@ def sparse_decode(
         WholeParams.of(batch, cache.num_kv_heads),
         batch.num_tokens,
         candidates,
+        HotParams.of(cache),
     )
     grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
     if batch.whole is not None:

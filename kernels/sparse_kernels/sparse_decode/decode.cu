@@ -1,6 +1,7 @@
 // One decode step of sparse attention in one launch. A cluster of thread blocks takes each query token and KV head
 // through routing, scoring (or reads scores), selection (or reads a selection) and attention. No thread block waits for
 // those of another row.
+#include "hot.cuh"
 #include "merge.cuh"
 #include "route.cuh"
 #include "score.cuh"
@@ -23,6 +24,9 @@ constexpr bool WRITTEN = SK_WRITTEN;
 static_assert(!GIVEN || (LISTED && !WRITTEN), "a given selection is a list, which the caller has");
 // Tiles of pages between two stop tests; 0 without a stop rule.
 constexpr int STOP_TILES = SK_STOP_TILES;
+// Pages may have copies.
+constexpr bool HOT = SK_HOT;
+static_assert(!(HOT && STOP_TILES), "a stop rule locates pages otherwise");
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
@@ -30,6 +34,12 @@ constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 using Score = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
 using Chained = ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE>;
 using Peers = Cluster<CLUSTER>;
+constexpr int PAGE_BYTES = PAGE_SIZE * 2 * HEAD_SIZE * Chained::Attend::KV_BYTES;
+using Hot = HotPages<PAGE_BYTES, WARPS>;
+// Pages of a round of the chains, and those of a round that one thread block attends.
+constexpr int PER_ROUND = TILES_PER_PAGE < CHAINS ? CHAINS / TILES_PER_PAGE : 1;
+constexpr bool SHARED_PAGES = TILES_PER_PAGE > Chained::PER_BLOCK;
+constexpr int OWN_PER_ROUND = SHARED_PAGES ? 1 : Chained::PER_BLOCK / TILES_PER_PAGE;
 
 struct DecodeParams {
     QueryParams query;
@@ -48,6 +58,7 @@ struct DecodeParams {
     WholeParams whole;
     int num_tokens;     // Query tokens. Thread blocks with a larger z only share dense contexts.
     CandidateParams candidates;  // If FUSED.
+    HotParams hot;      // If HOT.
 };
 
 struct StageMemory {
@@ -251,7 +262,7 @@ struct Row {
     template <typename PageOf>
     DEVICE void select(int padded, PageOf page_of) const {
         Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread}, [&](int slot, int i) {
-            if (TILES_PER_PAGE > Chained::PER_BLOCK || Chained::block_of(slot * TILES_PER_PAGE) == rank)
+            if (SHARED_PAGES || Chained::block_of(slot * TILES_PER_PAGE) == rank)
                 selected[slot] = page_of(i);
         });
     }
@@ -299,7 +310,7 @@ struct Row {
         int* chosen = p.chosen + row * (i64)p.selection.k;
 #pragma unroll 1
         for (int slot = thread; slot < p.selection.k; slot += THREADS)
-            if ((TILES_PER_PAGE > Chained::PER_BLOCK ? 0 : Chained::block_of(slot * TILES_PER_PAGE)) == rank)
+            if ((SHARED_PAGES ? 0 : Chained::block_of(slot * TILES_PER_PAGE)) == rank)
                 chosen[slot] = slot < count ? selected[slot] : -1;
     }
 
@@ -323,13 +334,46 @@ struct Row {
         whole.attend_alone(at, token, head);
     }
 
+    // Replaces pages that this thread block attends by the places of their copies: place p is stored as -1 - p. A dense
+    // context has copies if its pages fit `selected`. Returns whether `selected` has the pages.
+    DEVICE bool find_copies(bool dense, int num_pages) const {
+        if (dense && num_pages > p.selection.k) return false;
+        int count = dense ? num_pages : k;
+        if (dense) {
+#pragma unroll 1
+            for (int slot = thread; slot < count; slot += THREADS) selected[slot] = slot;
+            __syncthreads();
+        }
+        Hot hot(p.hot, head);
+        int rounds = count / PER_ROUND, rest = count % PER_ROUND - rank * OWN_PER_ROUND;
+        int own = SHARED_PAGES ? count : rounds * OWN_PER_ROUND + min(max(rest, 0), OWN_PER_ROUND);
+        auto slot_of = [&](int i) {
+            return SHARED_PAGES ? i : i / OWN_PER_ROUND * PER_ROUND + rank * OWN_PER_ROUND + i % OWN_PER_ROUND;
+        };
+        hot.find(own, warp, lane, [&](int i) {
+            int page = selected[slot_of(i)];
+            return (u32)(at.table[page / PAGES_PER_BLOCK] * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK);
+        }, [&](u32 page) {
+            return rows.keys + page / PAGES_PER_BLOCK * rows.block_stride +
+                   (i64)(page % PAGES_PER_BLOCK * PAGE_SIZE) * rows.token_stride;
+        }, [&](int i, u32 place) { selected[slot_of(i)] = -1 - (int)place; });
+        if (rank == 0 && thread == 0) atomicAdd(hot.counters, (u64)count);
+        __syncthreads();
+        return true;
+    }
+
     // Attends to the selected pages, or to all pages of a dense context, and to the incomplete page.
     DEVICE void attend(bool dense, int num_pages, int tail) const {
         int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
+        bool listed = !dense;
+        if constexpr (HOT) listed = find_copies(dense, num_pages);
+        i64 beside = HOT ? p.hot.rows + head * (i64)p.hot.sets * Hot::WAYS * PAGE_BYTES - rows.keys : 0;
         auto locate = [&](int i, int end_of_pages) {
             int in_tail = i - end_of_pages, slot = i / TILES_PER_PAGE;
-            int page = in_tail >= 0 ? num_pages : dense ? slot : selected[slot];
+            int page = in_tail >= 0 ? num_pages : listed ? selected[slot] : slot;
             int tile = in_tail >= 0 ? in_tail : i % TILES_PER_PAGE;
+            if (HOT && page < 0)
+                return TokenTile{0, 8 * tile, 8, beside + (i64)(-1 - page) * PAGE_BYTES};
             return TokenTile{at.table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
                              in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
         };
@@ -383,6 +427,7 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     else row.select_newest(num_pages);
     __syncthreads();
     if constexpr (WRITTEN) row.write_selection(dense ? 0 : row.k);
+    if constexpr (WRITTEN && HOT) __syncthreads();
     if (!scoring) Peers::wait();
     row.attend(dense, num_pages, tail);
 }

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sparse_kernels.batch import Prompts
+from sparse_kernels.hot_pages import begin_step
 from sparse_kernels.split_attention import pieces_of, rows_at_once, splits_for, stop_scratch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -23,6 +24,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     SparseBackend,
+    SparseImpl,
     decode_runs,
     plan_compaction,
     report_memory,
@@ -56,6 +58,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = False
+    offloaded: SparseImpl | None = None
+    """With offloading, a layer, which knows the copies of pages of all layers."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -104,6 +108,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.staging = staging
         for layer in layers.values():
             layer.impl.staging = staging
+        if sparse.offload is not None:
+            self.offloaded = next(iter(layers.values())).impl
         selecting = [layer for name, layer in layers.items() if group.plans[name].reads_selection]
         heads = [
             LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
@@ -158,6 +164,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         """Builds the metadata of a step; decoding tokens may attend sparsely if `selects`."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
+        # The copies exist once vLLM has allocated the cache.
+        if self.offloaded is not None and self.offloaded.hot is not None:
+            begin_step(self.offloaded.hot[0], common.slot_mapping)
         for counts in self.counts:
             counts.step()
         requested = self.limits.step(common)
