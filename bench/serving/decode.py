@@ -36,6 +36,7 @@ from bench.serving.variants import (
     variant_columns,
 )
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.metrics.live import HOST_READS, count_totals
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
@@ -123,6 +124,17 @@ def measure_batch(
     }
 
 
+def host_reads() -> tuple[float, int]:
+    """Returns the pages that decode steps of this process have read from host memory, and all pages that they read."""
+    return count_totals().get(HOST_READS[0].name, (0.0, 0))
+
+
+def host_share(before: tuple[float, int], after: tuple[float, int]) -> Row:
+    """The column of the share of pages that were read from host memory; none without offloading."""
+    pages = after[1] - before[1]
+    return {"host_read_share": round((after[0] - before[0]) / pages, 5)} if pages else {}
+
+
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process for `decode`, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
@@ -173,7 +185,9 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
                     write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
                     continue
                 asked = [prompt[:length] for prompt in prompts[:batch]]
+                before = host_reads()
                 measured = measure_batch(generate, asked, settings, length - block_size)
+                measured |= host_share(before, host_reads())
                 kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
                 found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
                 write(found)

@@ -58,6 +58,43 @@ def test_needles_are_found(questions: list[Question], answers: list[tuple[int, .
 
 
 @pytest.mark.parametrize(
+    ("offload", "arguments"),
+    [
+        pytest.param({}, {}, id="graphs"),
+        pytest.param({"hot_pages": 0}, {}, id="no copies"),
+        pytest.param({"hot_pages": 0.02}, {}, id="few copies"),
+        pytest.param({"hot_pages": 0.5}, {"enforce_eager": True, "compilation_config": {}}, id="eager"),
+        pytest.param({}, {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, id="full graphs"),
+        pytest.param({}, {"tensor_parallel_size": 2}, id="two GPUs"),
+    ],
+)
+def test_offloading_keeps_the_answers(
+    questions: list[Question], answers: list[tuple[int, ...]], offload: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    count = arguments.get("tensor_parallel_size", 1)
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    settings = {"sparse_attention": {"offload": {"host_memory": "4GiB"} | offload}}
+    with engine(additional_config=settings, kv_cache_memory_bytes=None, **arguments) as llm:
+        assert ask(llm, questions) == answers
+        # The second time all prompts are prefix hits.
+        assert share_correct(questions, ask(llm, questions)) >= 0.95
+        from_host, read = count_totals().get("vllm_sparse_host_reads", (0.0, 0))
+    if count == 1 and offload.get("hot_pages") != 0:
+        assert 0 < from_host < read
+
+
+def test_offloading_finds_needles_when_requests_are_preempted(
+    questions: list[Question],
+) -> None:
+    settings = {"sparse_attention": {"offload": {"host_memory": "160MiB", "hot_pages": 0.3}}}
+    with engine(additional_config=settings, kv_cache_memory_bytes=None) as llm:
+        cache = llm.llm_engine.vllm_config.cache_config
+        assert cache.num_gpu_blocks * cache.block_size < sum(question.context_tokens for question in questions) / 4
+        assert share_correct(questions, ask(llm, questions)) >= 0.95
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         pytest.param({"enforce_eager": True, "compilation_config": {}}, id="eager"),
