@@ -27,9 +27,11 @@ EVERY_METRIC = {
     "diagnostics": {"sample_every": 4},
     "min_context_tokens": 0,
 }
-"""Settings of a server with all metrics of the plugin, but `OF_ZIPVL`."""
+"""Settings of a server with all metrics of the plugin, but `OF_ZIPVL` and `OF_GPUS`."""
 OF_ZIPVL = {"vllm_sparse_prefill_pairs_sum", "vllm_sparse_prefill_pairs_count"}
 """Series that only the prefill of ZipVL has, in place of the estimated mass of key blocks."""
+OF_GPUS = {"vllm_sparse_host_reads_sum", "vllm_sparse_host_reads_count"}
+"""Series that only offloading on a GPU has."""
 _ADDED_BY_PROMETHEUS = {"instance", "job"}
 
 
@@ -125,6 +127,8 @@ def labels(program) -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     assert not OF_ZIPVL & found.keys()
+    assert not OF_GPUS & found.keys()
+    found |= {name: found[name.replace("host_reads", "blocks_read")] for name in OF_GPUS}
     return found | {name: found[name.replace("pairs", "density")] for name in OF_ZIPVL}
 
 

@@ -76,6 +76,14 @@ def test_the_settings_limit_a_coverage_and_give_those_who_say_nothing_one():
     assert pages_of_request({"sparse_coverage": 0.5}, wide).least == 32
 
 
+def test_a_dense_request_would_read_everything_over_the_bus():
+    config = resolve(None, "unique_offload")
+    assert pages_of_request({"sparse": "dense"}, config) == (EVERY_PAGE, EVERY_PAGE, 0.0)
+    expected = "sparse: got dense with offload in the settings of the server, allowed on a GPU: none"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        pages_of_request({"sparse": "dense"}, config, on_gpu=True)
+
+
 BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
 
 

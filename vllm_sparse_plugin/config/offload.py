@@ -33,8 +33,8 @@ class Offload(Section):
     what vLLM chooses."""
 
     hot_pages: Annotated[float, Field(ge=0, le=1024)] = 4.0
-    """Copies of pages that stay in free GPU memory: so many times the pages that `max_num_seqs` requests read in a
-    step, as far as they fit. 0: none. On a CPU there are none."""
+    """Copies of pages in free GPU memory, in multiples of what `max_num_seqs` requests read in a step. 0: none. Ignored
+    on a CPU."""
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:

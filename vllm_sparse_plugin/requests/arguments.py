@@ -65,7 +65,7 @@ def pages_of_request(
     if config.lossless is not None:
         raise ValueError(f"{name}: got {got!r:.80} in lossless mode, which answers densely, allowed: none")
     if name == DENSE:
-        return _dense(got, config)
+        return _dense(got, config, on_gpu)
     if against := _against_budgets(config):
         raise ValueError(f"{name}: got {got!r:.80} with {against}, allowed: none")
     selection = config.selection
@@ -92,13 +92,16 @@ def _against_budgets(config: ResolvedConfig) -> str | None:
     return None
 
 
-def _dense(got: Any, config: ResolvedConfig) -> PagesRead:
+def _dense(got: Any, config: ResolvedConfig, on_gpu: bool) -> PagesRead:
     if got != "dense":
         raise ValueError(f"sparse: got {got!r:.80}, allowed: dense")
     # After sparse prefill or compaction, the blocks of a prompt differ from those of a dense request.
     for section in ("prefill", "compaction"):
         if getattr(config, section) is not None:
             raise ValueError(f"sparse: got dense with {section} in the settings of the server, allowed: none")
+    if config.offload is not None and on_gpu:
+        # Each step would read the whole context over the bus, and all other requests would wait.
+        raise ValueError("sparse: got dense with offload in the settings of the server, allowed on a GPU: none")
     return PagesRead(EVERY_PAGE, EVERY_PAGE)
 
 

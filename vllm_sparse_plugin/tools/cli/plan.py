@@ -39,6 +39,8 @@ _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
 _KERNEL_BLOCK = 16
 """FlashAttention needs blocks of a multiple of this many tokens."""
 _MOST_TOKENS = 1 << 30
+_BUS_BYTES_PER_SECOND = 48e9
+"""What decode kernels read from host memory over PCIe 5 with 16 lanes."""
 
 
 class CacheShape(NamedTuple):
@@ -79,6 +81,9 @@ def plan(
     model: ModelFolder = None,
     gpu_memory: Annotated[str, typer.Option(help="GPU memory, such as 80GiB.")] = "80GiB",
     gpu_memory_utilization: Annotated[float, typer.Option(help="As for vLLM.")] = 0.92,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Host memory for offloading, unless the settings name it. Default: 128GiB.")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Memory of the weights. Default: the size of the safetensors files.")
     ] = None,
@@ -123,15 +128,20 @@ def plan(
         Column("preset", no_wrap=True), "block", "keys read", "keys kept", "tokens of cache",
         *(f"requests of {prompt:,}" for prompt in prompts),
     )  # fmt: skip
-    refused = []
+    host, notes = _bytes_of("host_memory", host_memory or "128GiB"), []
     for name, value, of_preset in _rows(settings, attention_backend.lower(), preset):
         try:
             config = resolve(value, of_preset, trained)
             _expect_served(config, shape)
             tokens = shape.block_size(config, block_size)
-            tables, num_blocks = _pool(config, shape, memory, tokens, max_num_seqs)
+            if config.offload is None:
+                tables, num_blocks = _pool(config, shape, memory, tokens, max_num_seqs)
+            else:
+                offloading = _Offloading.of(config, shape, memory, config.offload.bytes or host, tokens, context)
+                tables, num_blocks = [None], offloading.num_blocks
+                notes.append(f"{name}: {offloading.describe(config, max_num_seqs)}")
         except ConfigurationError as error:
-            refused.append(f"{name} is refused: {error}")
+            notes.append(f"{name} is refused: {error}")
             table.add_row(name, *["-"] * (4 + len(prompts)))
             continue
         fits = [str(requests_at_once(tables, num_blocks, prompt, tokens)) for prompt in prompts]
@@ -142,8 +152,57 @@ def plan(
     console = open_console()
     console.print(f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
     console.print(table)
-    for sentence in refused:
+    for sentence in notes:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Offloading(NamedTuple):
+    """What a server with keys and values in host memory has room for. Sizes are bytes."""
+
+    num_blocks: int
+    host: int
+    """Keys and values."""
+    statistics: int
+    """On the GPU."""
+    buffers: int
+    """Of the prompts, on the GPU."""
+    free: int
+    """Room for copies of pages on the GPU."""
+    token: int
+    """Keys and values of a token."""
+
+    @classmethod
+    def of(
+        cls, config: ResolvedConfig, shape: CacheShape, memory: int, host: int, block_size: int, context: int
+    ) -> _Offloading:
+        """Divide GPU memory and host memory.
+
+        Raises:
+            ConfigurationError: the buffers of the prompts do not fit the GPU.
+        """
+        token = 2 * shape.layers * shape.kv_heads * shape.head_size * shape.itemsize
+        block = token * block_size
+        of_block = shape.layers * shape.block_bytes(config, block_size) - block
+        buffers = 2 * -(-context // block_size) * block // shape.layers
+        if buffers >= memory:
+            raise ConfigurationError(f"context: got {context}, allowed: less, since two buffers of it must fit the GPU")
+        num_blocks = min(host // block, (memory - buffers) // of_block if of_block else host)
+        statistics = num_blocks * of_block
+        return cls(num_blocks, num_blocks * block, statistics, buffers, memory - buffers - statistics, token)
+
+    def describe(self, config: ResolvedConfig, running: int) -> str:
+        """Return the use of both memories, and the time that a request adds to a decode step."""
+        assert config.selector is not None
+        assert config.offload is not None
+        read = config.selector.budget_pages * config.selector.page_size * self.token
+        copies = min(self.free, int(config.offload.hot_pages * running * read))
+        gib = [f"{size / 2**30:.1f} GiB" for size in (self.host, self.statistics, self.buffers, copies)]
+        milliseconds = read / _BUS_BYTES_PER_SECOND * 1e3
+        return (
+            f"{gib[0]} of host memory; on the GPU {gib[1]} of page statistics, {gib[2]} of buffers for prompts and "
+            f"{gib[3]} of copies of pages; a request adds up to {milliseconds:.1f} ms to a step (no page has a copy), "
+            f"{milliseconds / 10:.2f} ms if nine of ten have one"
+        )
 
 
 def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, str]]:
