@@ -18,6 +18,7 @@ from sparse_kernels.page_coverage import launches as coverage
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.cu"))
 BF16, FP16, FP8, INT8 = FORMATS.values()
 SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
@@ -46,6 +47,8 @@ FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "C
 COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
+QUICK, SYNTAX_ONLY = "--Ofast-compile=max", "--fdevice-syntax-only"
+"""Options of NVRTC: few optimisations, and none of the code."""
 GIVEN = {"LISTED": 1, "GIVEN": 1}
 
 CASES = {
@@ -215,6 +218,12 @@ HOPPER = {
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }
 
+OPTIMISED = (
+    *("score int8", "find candidates", "top-k", "split", "split that stops", "merge", "route"),
+    *("list cluster of 8", "count cluster of 8", "attend cluster", "decode cluster", "decode that stops"),
+)
+"""A case of every source, compiled with the options of an engine."""
+
 
 def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
     """The shared memory that the host counts for a case, which the source asserts."""
@@ -233,20 +242,90 @@ def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
     return {}
 
 
-def check(case: tuple[str, dict[str, int]], architecture: str) -> None:
-    """Compiles a case: to machine code for `sm_90`, and to PTX for `compute_90`, in half the time."""
+def build(path: Path, macros: dict[str, int], architecture: str, *more: str) -> bytes:
+    """Machine code for `sm_90`, PTX for `compute_90`. cuda-core would need a GPU for PTX.
+
+    Args:
+        path: the source.
+        macros: its constants.
+        architecture: what to compile for.
+        more: other options of NVRTC.
+
+    Raises:
+        RuntimeError: with the compiler's log.
+    """
+    from cuda.bindings import nvrtc
+
+    def checked(status: object, *values: object) -> tuple[object, ...]:
+        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+        return values
+
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--use_fast_math", f"-I{ROOT}/cuda"]
+    options += [f"-I{path.parent}", "--device-as-default-execution-space", *more]
+    options += [f"-DSK_{name}={value}" for name, value in macros.items()]
+    (program,) = checked(*nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * checked(*nvrtc.nvrtcGetProgramLogSize(program))[0]
+        checked(*nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(log.decode())
+    if SYNTAX_ONLY in more:
+        return b""
+    of_size, of_code = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+    if architecture.startswith("sm_"):
+        of_size, of_code = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+    code = b" " * checked(*of_size(program))[0]
+    checked(*of_code(program, code))
+    checked(*nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def check(case: tuple[str, dict[str, int]], architecture: str, quick: bool = True) -> None:
+    """Compiles a case, with the options of an engine or with few optimisations.
+
+    Args:
+        case: the source and its constants.
+        architecture: what to compile for.
+        quick: whether to leave optimisations out. Everything that may stop a compilation stays: the source's
+            assertions, the instructions of the architecture, and the limits of a kernel. It takes a third of the time.
+    """
     source, macros = case
-    if architecture.startswith("compute_"):
-        assert ptx_of(source, macros, architecture)
-        return
-    code = compile_source(ROOT / source, architecture, macros | counted(source, macros))
-    assert code.code, "an empty binary"
+    macros = macros | counted(source, macros)
+    if quick:
+        code = build(ROOT / source, macros, architecture, QUICK)
+    else:
+        code = compile_source(ROOT / source, architecture, macros).code
+    assert code, "an empty binary"
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
-    check(case, architecture)
+@pytest.mark.parametrize("name", CASES)
+def test_compiles(name: str, architecture: str) -> None:
+    check(CASES[name], architecture, quick=architecture == "sm_80" or name not in OPTIMISED)
+
+
+def test_every_source_is_compiled_with_the_options_of_an_engine() -> None:
+    every = {source for source, _ in (CASES | HOPPER).values()}
+    assert {(CASES | HOPPER)[name][0] for name in OPTIMISED} == every == {str(x.relative_to(ROOT)) for x in SOURCES}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(p[0]) : "h"((unsigned short)p[1]));', "requires .target sm_89"),
+        ("__shared__ unsigned all[12289]; all[p[0]] = 1; __syncthreads(); p[0] = all[p[1]];", "too much shared data"),
+        ('for (int i = 0; i < p[0]; i++) asm volatile("st.u32 [%0], %1;" ::"l"(p), "n"(i));', "integral constant"),
+        ('static_assert(sizeof(p) == 4, "pointer");', "pointer"),
+    ],
+    ids=["instruction", "shared memory", "constant", "assertion"],
+)
+def test_few_optimisations_refuse_what_an_engine_refuses(line: str, reason: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(f'extern "C" __global__ void kernel(unsigned* p) {{ {line} }}', encoding="utf-8")
+    with pytest.raises(RuntimeError, match=reason):
+        compile_source(source, "sm_80", {})
+    with pytest.raises(RuntimeError, match=reason):
+        build(source, {}, "sm_80", QUICK)
 
 
 @pytest.mark.parametrize("case", OTHER_SIZES.values(), ids=OTHER_SIZES)
@@ -254,9 +333,9 @@ def test_other_sizes_compile(case: tuple[str, dict[str, int]]) -> None:
     check(case, "compute_90")
 
 
-@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
-def test_clusters_compile(case: tuple[str, dict[str, int]]) -> None:
-    check(case, "sm_90")
+@pytest.mark.parametrize("name", HOPPER)
+def test_clusters_compile(name: str) -> None:
+    check(HOPPER[name], "sm_90", quick=name not in OPTIMISED)
 
 
 @pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_120"])
@@ -304,8 +383,9 @@ def layout_assertions(name: str) -> str:
 
 
 def compile_with(path: Path, text: str, macros: dict[str, int]) -> None:
+    """Checks the assertions of a text, without code for its kernel."""
     path.write_text(text, encoding="utf-8")
-    compile_source(path, "sm_90", macros)
+    build(path, macros, "sm_90", SYNTAX_ONLY)
 
 
 def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) -> None:
@@ -397,29 +477,10 @@ def test_an_architecture_decides_between_machine_code_and_ptx(
     assert (options.arch, compiled) == (architecture, form)
 
 
-def ptx_of(source: str, macros: dict[str, int], architecture: str) -> bytes:
-    """PTX from NVRTC. cuda-core would ask the driver, which needs a GPU."""
-    from cuda.bindings import nvrtc
-
-    def checked(status: object, *values: object) -> tuple[object, ...]:
-        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
-        return values
-
-    path = ROOT / source
-    (program,) = checked(*nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--use_fast_math", f"-I{ROOT}/cuda"]
-    options += [f"-I{path.parent}", "--device-as-default-execution-space"]
-    options += [f"-DSK_{name}={value}" for name, value in (macros | counted(source, macros)).items()]
-    checked(*nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
-    (size,) = checked(*nvrtc.nvrtcGetPTXSize(program))
-    ptx = b" " * size
-    checked(*nvrtc.nvrtcGetPTX(program, ptx))
-    return ptx
-
-
 @pytest.mark.parametrize("name", ["decode cluster", "decode that stops", "list cluster of 8"])
 def test_the_newest_ptx_has_clusters(name: str) -> None:
     newest = max(_known_architectures())
-    ptx = ptx_of(*HOPPER[name], f"compute_{newest}")
+    source, macros = HOPPER[name]
+    ptx = build(ROOT / source, macros | counted(source, macros), f"compute_{newest}", QUICK)
     assert f".target sm_{newest}".encode() in ptx
     assert b".reqnctapercluster" in ptx or b".explicitcluster" in ptx
