@@ -20,6 +20,7 @@ from sparse_kernels.block_prefill import (
     scratch_bytes,
 )
 from sparse_kernels.block_prefill.reference import read_share
+from sparse_kernels.block_prefill.rule import padded_blocks
 from sparse_kernels.block_prefill.sequences import PageEntries
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from support.paged import PagedBatch, assert_as_accurate, make_batch
@@ -357,6 +358,17 @@ def test_no_more_memory_is_taken_than_is_said(rule: BlockRule, kind: str, monkey
     layout = StatisticsLayout(8, SIZE, KINDS[kind].formats[0], kind=KINDS[kind])
     said = scratch_bytes(rule, layout, HEADS, 2, 70, 150)
     assert sum(taken) <= said < 3 * sum(taken)
+
+
+@pytest.mark.parametrize(("tile", "block"), [(64, 64), (96, 32), (16, 128), (4096, 16)])
+@pytest.mark.parametrize("longest", [1, 700, 9000])
+def test_some_contexts_need_every_kernel_that_contexts_may_need(tile: int, block: int, longest: int) -> None:
+    rule = BlockRule(tile_tokens=tile, block_tokens=block)
+    contexts = rule.contexts_of_kernels(longest)
+    assert max(contexts) == longest
+    assert min(contexts) > 0
+    every = {padded_blocks(rule.past_blocks(context - 1)) for context in range(1, longest + 1)}
+    assert {padded_blocks(rule.past_blocks(context - 1)) for context in contexts} == every
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
+from vllm_sparse_plugin.attention.cuda import SparseCUDAMetadataBuilder
+from vllm_sparse_plugin.attention.cuda import builder as builder_module
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.policies import EveryPage
@@ -67,6 +70,45 @@ def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
         stop_rule=sparse.stop_rule,
     )
     return replace(plan, **changes)
+
+
+def start_builder(monkeypatch, plans: dict[str, LayerPlan], compaction: object = None):
+    """Makes the metadata builder of an engine whose layers, each named by a letter, have these plans.
+
+    Layers `a` and `c` have 4 query heads, others 8.
+
+    Returns:
+        The calls of each warm-up by its name, the layers, and the other arguments of the builder.
+    """
+    warmed: dict[str, list[tuple]] = {"warm_up_compaction": [], "warm_up_prompts": []}
+
+    def layer_of(heads: int, plan: LayerPlan) -> SimpleNamespace:
+        impl = SimpleNamespace(bind=lambda plan: None, plan=plan)
+        backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
+        return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
+
+    def init(self, spec, names, vllm_config, device):
+        self.vllm_config, self.device, self.block_size, self.max_cudagraph_size = vllm_config, device, BLOCK, 0
+
+    layers = {name: layer_of(4 if name in "ac" else 8, plan) for name, plan in plans.items()}
+    group = SimpleNamespace(plans=plans, counts=[], reads=None, prefill_rule=None, group_sizes=set())
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(
+        SparseCUDAMetadataBuilder, "_init_reorder_batch_threshold",
+        lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
+    )  # fmt: skip
+    monkeypatch.setattr(builder_module, "get_layers_from_vllm_config", lambda *_: layers)
+    monkeypatch.setattr(builder_module, "Meter", mock.Mock())
+    monkeypatch.setattr(builder_module, "plan_compaction", lambda *_: compaction)
+    monkeypatch.setattr(builder_module, "plan_layers", lambda *_: group)
+    for name, calls in warmed.items():
+        monkeypatch.setattr(builder_module, name, lambda *given, calls=calls: calls.append(given))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1000), scheduler_config=SimpleNamespace(max_num_seqs=16)
+    )
+    others = object(), config, torch.device("cpu")
+    SparseCUDAMetadataBuilder(others[0], list(layers), *others[1:])
+    return warmed, layers, others
 
 
 SCALES = SimpleNamespace(

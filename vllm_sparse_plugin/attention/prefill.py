@@ -6,7 +6,7 @@ for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,6 +92,23 @@ def plan_rounds(
                 rounds.append(PromptRound(tokens, part, tiles, None))
         token += part.num_tokens
     return rounds
+
+
+def rehearse(rule: PromptRule, block_table: torch.Tensor, group_size: int, longest: int) -> Iterator[PromptRound]:
+    """Yields dummy rounds. Together they launch every kernel that prompts may need.
+
+    Args:
+        rule: the sparse prefill.
+        block_table: `[max_blocks]` int32, room for the longest context.
+        group_size: query heads per KV head.
+        longest: tokens of the longest context.
+    """
+    contexts = [min(rule.tile_tokens, longest)] if isinstance(rule, TokenRule) else rule.contexts_of_kernels(longest)
+    for context in contexts:
+        tokens = min(rule.tile_tokens, context)
+        starts, lengths = (torch.tensor(of, dtype=torch.int32).to(block_table) for of in ([0, tokens], [context]))
+        prompts = Prompts(starts, block_table[None], lengths, (tokens,), (context,))
+        yield from plan_rounds(prompts, rule, {group_size}, context)
 
 
 def _parts(lengths: Sequence[int], most: int, padded: bool) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ COUNTERS = 4
 share of attention weight on the blocks read, in `SHARE_UNITS`, and the number of such tiles."""
 SHARE_UNITS = 1 << 20
 """Units of a share of 1. Shares are counted in whole units, so that the order of additions does not matter."""
+_LEAST_ROOM = 16
+"""The smallest `padded_blocks`."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,19 @@ class BlockRule:
         """Returns the past blocks of the tile that holds a position."""
         return position // self.tile_tokens * self.tile_tokens // self.block_tokens
 
+    def contexts_of_kernels(self, longest: int) -> list[int]:
+        """Returns lengths of contexts, which together need every kernel that contexts up to `longest` need.
+
+        The kernel that chooses blocks is compiled for each `padded_blocks`.
+        """
+        contexts = [longest]
+        room = padded_blocks(self.past_blocks(longest - 1)) // 2
+        while room >= _LEAST_ROOM:
+            # The most past blocks for which there is this room.
+            contexts.append(min(room * self.block_tokens + 1, longest))
+            room //= 2
+        return contexts
+
     def most_blocks(self, past: int) -> int:
         """Returns the number of past blocks that a tile reads; under an adaptive rule the largest number."""
         if self.is_adaptive or self.is_dense or past * self.block_tokens < self.dense_tokens:
@@ -84,3 +99,8 @@ class BlockRule:
     def fewest_blocks(self) -> int:
         """Smallest number of past blocks that a tile reads, if it has as many."""
         return max(self.least_blocks, self.sink_blocks + self.recent_blocks)
+
+
+def padded_blocks(past: int) -> int:
+    """Returns for how many past blocks the kernel that chooses among `past` of them has room: a power of two."""
+    return max(1 << max(past - 1, 0).bit_length(), _LEAST_ROOM)

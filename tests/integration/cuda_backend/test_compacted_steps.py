@@ -2,21 +2,18 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule
-from support.cuda_layer import BLOCK, GROUP, HEADS, SCALE, SCALES, SIZE, Runner, common_metadata, plan_of
+from support.cuda_layer import BLOCK, GROUP, HEADS, SCALE, SCALES, SIZE, Runner, common_metadata, plan_of, start_builder
 from support.logs import said
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
-from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder, start_up
-from vllm_sparse_plugin.attention.cuda import builder as builder_module
+from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, start_up
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import Retention, resolve
 from vllm_sparse_plugin.metrics import sampling
@@ -116,40 +113,10 @@ def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
 def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, compacts):
     """Otherwise a first prompt would wait for the compilation of kernels."""
     step = object() if compacts else None
-    warmed = []
-
-    def layer_of(heads: int) -> SimpleNamespace:
-        impl = SimpleNamespace(bind=lambda plan: None, plan=plan)
-        backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
-        return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
-
-    def init(self, spec, names, vllm_config, device):
-        self.vllm_config, self.device, self.block_size, self.max_cudagraph_size = vllm_config, device, BLOCK, 0
-
-    plan = plan_of(resolve(None, "dense"))
-    layers = {"a": layer_of(4), "b": layer_of(8), "c": layer_of(4)}
-    group = SimpleNamespace(
-        plans=dict.fromkeys(layers, plan), counts=[], reads=None, prefill_rule=None, group_sizes=set()
-    )
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", init)
-    monkeypatch.setattr(
-        SparseCUDAMetadataBuilder, "_init_reorder_batch_threshold",
-        lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
-    )  # fmt: skip
-    monkeypatch.setattr(builder_module, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(builder_module, "Meter", mock.Mock())
-    monkeypatch.setattr(builder_module, "plan_compaction", lambda *_: step)
-    monkeypatch.setattr(builder_module, "plan_layers", lambda *_: group)
-    monkeypatch.setattr(builder_module, "warm_up_compaction", lambda *given: warmed.append(given))
-    model, spec, device = SimpleNamespace(max_model_len=1000), object(), torch.device("cpu")
-    SparseCUDAMetadataBuilder(
-        spec,
-        list(layers),
-        SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=16)),
-        device,
-    )
-    expected = [(layers[name], spec, model, step, device) for name in ("c", "b")]
-    assert warmed == (expected if compacts else [])
+    plans = dict.fromkeys("abc", plan_of(resolve(None, "dense")))
+    warmed, layers, (spec, config, device) = start_builder(monkeypatch, plans, step)
+    expected = [(layers[name], spec, config.model_config, step, device) for name in ("c", "b")]
+    assert warmed == {"warm_up_compaction": expected if compacts else [], "warm_up_prompts": []}
 
 
 def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypatch):

@@ -8,14 +8,16 @@ import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, scratch_bytes
 from sparse_kernels.token_prefill import ListedAttention, TokenRule
-from support.cuda_layer import GROUP, HEADS, SCALE, SCALES, SIZE, common_metadata, plan_of, run
+from support.cuda_layer import BLOCK, GROUP, HEADS, SCALE, SCALES, SIZE, common_metadata, plan_of, run, start_builder
+from support.logs import said
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from vllm_sparse_plugin.attention.base import ModelSize
-from vllm_sparse_plugin.attention.cuda import flash
+from vllm_sparse_plugin.attention.cuda import flash, start_up
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.metrics import sampling
 from vllm_sparse_plugin.policies import reads_selection
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
@@ -204,6 +206,38 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     layer.supports_quant_query_input = False
     attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False)
     assert asked["q_descale"] is None
+
+
+def test_a_builder_warms_prompts_up_in_one_layer_of_each_shape_with_sparse_prefill(monkeypatch):
+    """Otherwise a first prompt would wait for the compilation of kernels."""
+    dense = plan_of(resolve(None, "dense"))
+    sparse = replace(dense, prefill=PrefillPlan(RULE, torch.zeros(HEADS, COUNTERS)))
+    plans = {"a": sparse, "b": sparse, "c": sparse, "d": dense}
+    warmed, layers, (spec, config, device) = start_builder(monkeypatch, plans)
+    expected = [(layers[name], spec, config.model_config, device) for name in ("c", "b")]
+    assert warmed == {"warm_up_compaction": [], "warm_up_prompts": expected}
+
+
+def test_a_warm_up_of_prompts_that_fails_is_said_and_leaves_neither_cache_nor_counts(layer, builder, monkeypatch):
+    monkeypatch.setattr(sampling, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
+    counters = prefills_sparsely(layer, builder, "unique")
+    layer.num_queries_per_kv = GROUP
+
+    def fail(*arguments: object) -> None:
+        counters.fill_(3)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(layer, "attend_rounds", fail)
+    module = SimpleNamespace(**vars(SCALES), query_quant=None, impl=layer)
+    spec = SimpleNamespace(num_states=BLOCK + layer.plan.statistics.rows(BLOCK), dtype=torch.bfloat16)
+    model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=1000)
+    start_up.warm_up_prompts(module, spec, model, torch.device("cpu"))
+    (line,) = warnings
+    assert line.startswith("vllm_sparse_ prefill of process ")
+    assert line.endswith("its kernels are compiled when a prompt needs them (OutOfMemoryError: CUDA out of memory)")
+    assert layer.bound_cache is None
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "zipvl_paper", "unique", "snapkv", "h2o"])

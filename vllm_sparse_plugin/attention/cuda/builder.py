@@ -37,7 +37,12 @@ from vllm_sparse_plugin.attention.cuda.metadata import (
     first_requests,
     without_first,
 )
-from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_up_evictions, warm_up_meter
+from vllm_sparse_plugin.attention.cuda.start_up import (
+    warm_up_compaction,
+    warm_up_evictions,
+    warm_up_meter,
+    warm_up_prompts,
+)
 from vllm_sparse_plugin.attention.cuda.whole import LayerHeads, WholeList
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
@@ -118,6 +123,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
         for layer in metered.values():
             warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
+        prefilling = [layer for name, layer in layers.items() if group.plans[name].prefill is not None]
+        for layer in {(layer.num_heads, layer.num_kv_heads, layer.head_size): layer for layer in prefilling}.values():
+            warm_up_prompts(layer, kv_cache_spec, vllm_config.model_config, device)
         if self.compaction is not None:
             for layer in {(layer.num_heads, layer.head_size): layer for layer in layers.values()}.values():
                 warm_up_compaction(layer, kv_cache_spec, vllm_config.model_config, self.compaction, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,7 +128,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         elif attn_metadata.dense_decode is not None:
             dense(attn_metadata.dense_decode, 0)
         if rounds:
-            self._prefill(layer, query[first:], rounds, output[first:])
+            self.attend_rounds(layer, query[first:], rounds, output[first:])
         elif self.staging is not None:
             parts = attn_metadata.staged
             for part in parts:
@@ -189,7 +190,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         with_scale = replace(window, query_scale=query_scale(window.query, layer))
         return with_scale, scaled(self.prompt_cache, layer)
 
-    def _prefill(self, layer: Any, query: torch.Tensor, rounds: list[PromptRound], output: torch.Tensor) -> None:
+    def attend_rounds(
+        self, layer: Any, query: torch.Tensor, rounds: Iterable[PromptRound], output: torch.Tensor
+    ) -> None:
         """Attends with the prompts of a step; `query` and `output` contain only their tokens."""
         assert self.plan.prefill is not None
         cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)

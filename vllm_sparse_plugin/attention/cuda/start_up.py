@@ -17,6 +17,7 @@ from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
 from vllm_sparse_plugin.attention.cuda.scales import scaled
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
+from vllm_sparse_plugin.attention.prefill import PrefillPlan, rehearse
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
@@ -31,7 +32,7 @@ _WINDOW_SCRATCH = 256 * 2**20
 """Bytes of the queries that all layers keep until a prompt ends. A prompt takes 8 MB in a model of 32 layers with 32
 heads of 128 elements and windows of 32 tokens."""
 _COLD = "its kernels are compiled when a prompt needs them"
-"""The message if the warm-up of compaction fails."""
+"""The message if the warm-up of compaction or sparse prefill fails."""
 
 
 def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
@@ -112,11 +113,38 @@ def warm_up_compaction(
     """
     impl: SparseImpl = layer.impl
     with dropping(_COLD, "compaction"), _on_one_block(impl, spec, model.max_model_len, device) as table:
-        dtype = model.dtype if layer.query_quant is None else torch.float8_e4m3fn
         for tokens, observed in compaction.rehearse(table):
-            query = torch.zeros(tokens, layer.num_heads, impl.head_size, dtype=dtype, device=device)
+            query = torch.zeros(
+                tokens, layer.num_heads, impl.head_size, dtype=_query_dtype(layer, model), device=device
+            )  # fmt: skip
             impl.observe(layer, query, observed)
             impl.compact_ended(layer, observed)
+
+
+def warm_up_prompts(layer: Any, spec: AttentionSpec, model: ModelConfig, device: torch.device) -> None:
+    """Compiles the kernels of a sparse prefill on a temporary cache, before the first prompt.
+
+    Args:
+        layer: vLLM's layer, with a sparse prefill.
+        spec: the layer's spec.
+        model: the model, for the dtype of queries and the longest context.
+        device: the device of the layer.
+    """
+    impl, longest = layer.impl, model.max_model_len
+    plan: PrefillPlan = impl.plan.prefill
+    with dropping(_COLD, "prefill"), _on_one_block(impl, spec, longest, device) as table:
+        for part in rehearse(plan.rule, table, impl.num_queries_per_kv, longest):
+            shape = part.prompts.num_tokens, layer.num_heads, impl.head_size
+            query = torch.zeros(shape, dtype=_query_dtype(layer, model), device=device)
+            impl.attend_rounds(layer, query, [part], torch.empty(shape, dtype=model.dtype, device=device))
+    # These tokens are not of a request.
+    plan.counters.zero_()
+
+
+def _query_dtype(layer: Any, model: ModelConfig) -> torch.dtype:
+    """Returns the dtype of a layer's queries."""
+    dtype: torch.dtype = model.dtype if layer.query_quant is None else torch.float8_e4m3fn
+    return dtype
 
 
 def warm_up_evictions(

@@ -7,12 +7,16 @@ import triton
 import triton.language as tl
 
 from sparse_kernels.batch import PrefillBatch
-from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule
+from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule, padded_blocks
 from sparse_kernels.block_prefill.sequences import PageEntries
 from sparse_kernels.block_prefill.tiles import Tiles
 
 
-@triton.jit
+# Widths, and places among other requests, differ between steps. Only `BLOCKS` grows with the context.
+@triton.jit(
+    do_not_specialize=["scores_stride", "table_stride", "pages_stride"],
+    do_not_specialize_on_alignment=["request_ptr", "table_ptr"],
+)
 def _choose(
     scores_ptr,
     request_ptr,
@@ -142,7 +146,7 @@ def virtual_sequences(
     width = (tiles.max_reads + own_blocks) * (rule.block_tokens // entries.tokens)
     pages = torch.empty(len(tiles) * heads, width, dtype=torch.int32, device=scores.device)
     lengths = torch.empty(len(tiles) * heads, dtype=torch.int32, device=scores.device)
-    blocks = max(triton.next_power_of_2(tiles.max_past_blocks), 16)
+    blocks = padded_blocks(tiles.max_past_blocks)
     _choose[(len(tiles), heads)](
         scores,
         tiles.request,

@@ -39,7 +39,7 @@ def _group_queries(
             tl.store(by_token, tl.load(by_row, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride"])
 def _ungroup_with_sinks(
     output_ptr,
     rows_ptr,

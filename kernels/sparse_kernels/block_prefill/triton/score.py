@@ -22,7 +22,11 @@ _KEYS_AT_A_TIME = 64
 """Keys of one product."""
 
 
-@triton.jit
+# Widths, and places of the tensors of tiles, differ between steps. No step may wait for a compilation.
+@triton.jit(
+    do_not_specialize=["pages_of_all", "max_blocks"],
+    do_not_specialize_on_alignment=["context_start_ptr", "request_ptr", "group_first_ptr", "group_tiles_ptr"],
+)
 def _block_logits(
     rows_ptr,
     keys_ptr,
@@ -126,7 +130,7 @@ def _block_logits(
         tl.store(out, best.to(tl.float16), mask=(block < max_blocks)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"], do_not_specialize_on_alignment=["slot_ptr"])
 def _measure(
     logits_ptr,
     count_ptr,

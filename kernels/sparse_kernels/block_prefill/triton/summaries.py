@@ -16,7 +16,11 @@ _LARGEST = tl.constexpr(2.0**90)
 """`_LARGEST` of the reference."""
 
 
-@triton.jit
+# No prompt may wait for a compilation. Widths, and places among other requests, differ between steps.
+@triton.jit(
+    do_not_specialize=["table_stride", "pages_of_all"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "context_start_ptr"],
+)
 def _summarise(
     vectors_ptr,
     scales_ptr,

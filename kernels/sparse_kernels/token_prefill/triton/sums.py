@@ -18,9 +18,6 @@ from sparse_kernels.token_prefill.scratch import SPLIT_TOKENS, PrefillSizes, Scr
 from sparse_kernels.token_prefill.triton.parts import base_2_logits, logit_factor, sink_logit, tile_of
 from sparse_kernels.triton import arithmetic
 
-_ALIGNED = 16
-"""Triton compiles a separate kernel for strides that are multiples of this."""
-
 
 @triton.jit
 def _log_sum(largest, total):
@@ -58,7 +55,11 @@ def _context_keys(
     return tl.load(place[None, :] + dim[:, None], mask=exists[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
+# No prompt may wait for a compilation. Widths, and places among other requests, differ between steps.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["probes_ptr", "starts_ptr", "lengths_ptr", "table_ptr"],
+)
 def _probe_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, partial_ptr,
     query_strides, key_strides, table_stride, scale, num_kv_heads,
@@ -103,7 +104,7 @@ def _probe_sums(
     tl.store(partial_ptr + place, _log_sum(largest, total), mask=exists)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr"])
 def _join_sums(
     partial_ptr, sinks_ptr, starts_ptr, lengths_ptr, whole_ptr, splits,
     PROBES: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
@@ -127,10 +128,14 @@ def _join_sums(
     tl.store(whole_ptr + row * PROBES + probe, _log_sum(largest, total), mask=exists)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride", "request_stride", "set_stride"],
+    do_not_specialize_on_alignment=["probes_ptr", "starts_ptr", "lengths_ptr", "table_ptr", "sums_ptr"],
+)
 def _column_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, whole_ptr,
-    sums_ptr, query_strides, key_strides, table_stride, sums_strides, scale, num_kv_heads, heads_together,
+    sums_ptr, query_strides, key_strides, table_stride, request_stride, set_stride, scale, num_kv_heads,
+    heads_together,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -163,7 +168,7 @@ def _column_sums(
             whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
             logits = base_2_logits(query.to(DTYPE), keys, factor, SOFTCAP)
             sums += tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
-    place = sums_ptr + request * sums_strides[0] + together * sums_strides[1] + column
+    place = sums_ptr + request * request_stride + together * set_stride + column
     tl.store(place, tl.sum(sums, axis=0), mask=column < length)
 
 
@@ -237,7 +242,7 @@ def _launch_sums(
     )  # fmt: skip
     sets = sums.shape[1]
     _column_sums[(triton.cdiv(batch.max_seq_tokens, columns), num_requests, sets)](
-        *inputs, scratch.whole, sums, *strides, sums.stride()[:2], *numbers, num_kv_heads // sets, **shape
+        *inputs, scratch.whole, sums, *strides, *sums.stride()[:2], *numbers, num_kv_heads // sets, **shape
     )
 
 
@@ -247,9 +252,7 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
     sizes = PrefillSizes(0, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
     rule = TokenRule(recent_probes=rows.shape[1], random_probes=0)
     scratch = Scratch.make(sizes, rule, batch.query.dtype, batch.query.dtype, batch.query.device)
-    width = triton.cdiv(batch.max_seq_tokens, _ALIGNED) * _ALIGNED
-    sums = torch.empty(batch.num_requests, cache.num_kv_heads, width, device=batch.query.device)
-    sums = sums[:, :, : batch.max_seq_tokens]
+    sums = torch.empty(batch.num_requests, cache.num_kv_heads, batch.max_seq_tokens, device=batch.query.device)
     for first in range(0, batch.num_requests, len(scratch.sums)):
         last = min(first + len(scratch.sums), batch.num_requests)
         _launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch, sums[first:last])
