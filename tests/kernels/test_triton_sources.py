@@ -91,7 +91,7 @@ for kind in KINDS.values():
     projected = torch.zeros(3, 48, 128).bfloat16()
     query, key, value = projected.split([32, 8, 8], dim=1)
     write.write_cache(key, value, cache[:, :, :64], views, torch.zeros(3).long(), 8, None, None)
-    if kind.is_fused:
+    if kind.is_fused or not kind.runs_on_gpu:
         continue
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
@@ -200,7 +200,7 @@ def compiled(code: str, *arguments: str) -> int:
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(architecture: str) -> None:
-    of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
+    of_decode = len(KINDS) + sum(kind.runs_on_gpu and not kind.is_fused for kind in KINDS.values())
     # Three head sizes, two forms.
     of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, of_rolling = 4, 6, 8

@@ -133,7 +133,7 @@ SHAPES = [
     ),
     *(
         Shape(kind=kind, statistics=statistics, **shape)
-        for kind, statistics in (("quarters", "int4"), ("sketch", "int2"))
+        for kind, statistics in (("quarters", "int4"), ("sketch", "int2"), ("leveled_quarters", "int4"))
         for shape in (
             {},
             {"page_size": 16, "block_size": 256, "head_size": 128, "cache_dtype": FLOAT8},
@@ -141,7 +141,11 @@ SHAPES = [
             {"block_size": 16, "num_kv_heads": 8},
         )
     ),
-    *(Shape(kind="quarters", statistics="int4", head_size=size, num_kv_heads=3) for size in (80, 96, 112, 192)),
+    *(
+        Shape(kind=kind, statistics="int4", head_size=size, num_kv_heads=3)
+        for kind in ("quarters", "leveled_quarters")
+        for size in (80, 96, 112, 192)
+    ),
     *(Shape(kind="sketch", statistics="int2", head_size=size, num_kv_heads=3) for size in (80, 192)),
 ]
 
@@ -266,6 +270,11 @@ def test_keys_that_are_not_finite_leave_finite_statistics(kind, statistics, pois
         query = torch.randn(8, 64)
         found = (query @ views.kind.codes.unpack(views.vectors[1, 1, 0]).T).amax(dim=-1)
         assert (found > 0).all()
+    elif kind == "leveled_quarters":
+        assert views.scales[1, 1, 0].tolist() == [largest, 0, 0, 0]
+        query = torch.randn(8, 64)
+        first = views.kind.codes.unpack(views.vectors[1, 1, 0].flatten())[0]
+        assert (views.kind.first_score(query @ first * largest) > 2.0**100).all()
 
 
 @on_devices

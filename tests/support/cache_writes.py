@@ -149,7 +149,7 @@ def kernel(*args) -> None:
 def rank(x: torch.Tensor, codes: Codes | None) -> torch.Tensor:
     """Rank of each value among those that its format can store. Neighbours differ by 1."""
     if x.dtype == torch.uint8:
-        return codes.unpack(x)
+        return codes.unpack(x.flatten(2))
     if x.dtype == torch.int8:
         # -1 is not stored.
         return x.int() + (x < 0)

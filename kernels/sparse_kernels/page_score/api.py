@@ -48,8 +48,9 @@ def score_pages(
     if num_tokens == 0:
         return query.new_empty((0, num_kv_heads, 0), dtype=torch.bfloat16)
     implementation = reference.score_pages
-    compiled = statistics.kind.codes or (statistics.vectors.dtype == torch.int8 and statistics.kind.is_linear)
-    if query.device.type == "cpu" and compiled:
+    kind = statistics.kind
+    compiled = kind.codes or (statistics.vectors.dtype == torch.int8 and kind.is_linear)
+    if query.device.type == "cpu" and compiled and not kind.is_leveled:
         from sparse_kernels.page_score import cpu
 
         implementation = cpu.score_pages

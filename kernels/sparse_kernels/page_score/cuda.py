@@ -62,7 +62,7 @@ class HeadWeights(NamedTuple):
 
 def launch_of(statistics: PageStatistics) -> Launch:
     """Returns the launch configuration for a format and head size: what fits the registers of a multiprocessor."""
-    if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
+    if statistics.vector_bytes > 128:
         return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=statistics.kind.codes is not None)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
 
@@ -123,7 +123,7 @@ def _launch(
     launch: Launch,
     heads: HeadParams | None,
 ) -> None:
-    _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
+    num_kv_heads, pages_per_block = statistics.vectors.shape[1:3]
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "RECORD": format_of(statistics),

@@ -40,7 +40,7 @@ class Codes:
     """The step for elements of root mean square 1. For a normal distribution, .3352 with four bits and .9957 with two
     bits have the smallest squared error."""
     dropped: int = 0
-    """Leading dimensions that are not stored, 0 or 2. The step takes their two bytes of the row."""
+    """Leading dimensions that are not stored. The step takes the two bytes of their codes, unless it is 0."""
 
     @property
     def top(self) -> int:
@@ -51,6 +51,15 @@ class Codes:
     def per_byte(self) -> int:
         """Vectors that share a byte and a step."""
         return 8 // self.bits
+
+    @property
+    def elements_per_byte(self) -> int:
+        """Elements of one vector that share a byte."""
+        return 1
+
+    def record_bytes(self, head_size: int) -> int:
+        """Returns the bytes of all rows."""
+        return head_size * self.vectors * self.bits // 8
 
     @property
     def rows(self) -> int:
@@ -100,3 +109,46 @@ class Codes:
         values[..., : self.dropped] = 0
         vectors: torch.Tensor = values.flatten(-3, -2)
         return vectors
+
+
+@dataclass(frozen=True)
+class RowCodes(Codes):
+    """Four-bit codes with a row and a step for each vector.
+
+    Byte b of a row of `head_size / 2` bytes holds dimensions 2b and 2b + 1, the first in its low bits. If a vector of a
+    record is not finite, the first vector gets the largest step and codes, and the others the step zero.
+    """
+
+    dropped: int = 4
+
+    @property
+    def per_byte(self) -> int:
+        """Vectors that share a byte and a step: one."""
+        return 1
+
+    @property
+    def elements_per_byte(self) -> int:
+        """See `Codes.elements_per_byte`."""
+        return 2
+
+    def pack(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Codes.pack`: `[..., rows * head_size / 2]` uint8, and the steps."""
+        power = vectors[..., self.dropped :].double().square().mean(dim=-1)
+        finite = (power <= LARGEST_BF16).all(dim=-1, keepdim=True)
+        otherwise = torch.zeros_like(power, dtype=torch.float32)
+        otherwise[..., 0] = LARGEST_BF16
+        step = torch.where(finite, (power.sqrt() * self.spacing).float(), otherwise).bfloat16()
+        divisor = torch.where(step > 0, step, 1.0).float()[..., None]
+        codes = (vectors / divisor + self.top / 2).round().clamp(0, self.top)
+        codes = torch.where(finite[..., None], codes, float(self.top)).to(torch.uint8)
+        packed = finite_words(codes[..., 0::2] | codes[..., 1::2] << self.bits)
+        packed[..., :2] = step.unsqueeze(-1).view(torch.uint8)
+        return packed.flatten(-2), step
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """See `Codes.unpack`."""
+        rows = packed.unflatten(-1, (self.rows, -1))
+        codes = torch.stack([rows & self.top, rows >> self.bits], dim=-1).flatten(-2)
+        values = codes.float() - self.top / 2
+        values[..., : self.dropped] = 0
+        return values

@@ -46,7 +46,9 @@ class PageStatistics:
     vectors: torch.Tensor
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors * head_size]`, int8, float8_e4m3fn or bfloat16: the
     vectors of a record one after the other, divided by their scales if they have scales. For a kind with codes:
-    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows * head_size]` uint8, see `Codes`."""
+    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows * head_size]` uint8, see `Codes`; for a leveled kind
+    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows, head_size / 2]`, where row r of all pages of a block
+    lies before row r + 1."""
     scales: torch.Tensor | None
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16, or the steps of `kind.codes.rows`; None for
     bf16 vectors."""
@@ -56,7 +58,20 @@ class PageStatistics:
     @property
     def head_size(self) -> int:
         """Elements of a vector."""
-        return self.vectors.shape[3] // (self.kind.codes.rows if self.kind.codes else self.kind.vectors)
+        stored = self.vectors.shape[3:].numel()
+        return stored // (self.kind.codes.record_bytes(1) if self.kind.codes else self.kind.vectors)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the vectors of a record."""
+        return self.vectors.shape[3:].numel() * self.vectors.element_size()
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from a row of a record's codes to the next; 0 without codes."""
+        if not self.kind.codes:
+            return 0
+        return self.vectors.stride(3) if self.kind.is_leveled else self.head_size
 
     @property
     def pages_per_block(self) -> int:
@@ -79,7 +94,7 @@ class PageStatistics:
         )
         assert vectors is not None
         codes = self.kind.codes
-        vectors = codes.unpack(vectors) if codes else vectors.float().unflatten(-1, (self.kind.vectors, -1))
+        vectors = codes.unpack(vectors.flatten(2)) if codes else vectors.float().unflatten(-1, (self.kind.vectors, -1))
         if scales is not None:
             scales = scales.float().repeat_interleave(self.kind.vectors // scales.shape[2], dim=2)
         return vectors, scales, None if spread is None else spread.float()
@@ -129,7 +144,7 @@ class StatisticsLayout:
 
     The end of a block holds `unit_rows` rows of `2 * head_size` cache elements for every `unit_tokens` tokens. In
     these rows the vectors of all pages come first, then all scales, then all spreads. A scoring kernel then reads long
-    runs.
+    runs. Of a leveled kind the first vectors of all pages come first, then all second vectors, and so on.
 
     Every 16-bit word of these rows is a finite bfloat16. The block may later belong to a layer of another shape.
     Attention kernels multiply stale values by a weight of zero, which hides all values except NaN and infinity.
@@ -154,8 +169,9 @@ class StatisticsLayout:
 
     @property
     def _vector_bytes(self) -> int:
-        rows = self.kind.codes.rows if self.kind.codes else self.kind.vectors
-        return rows * self.head_size * _VECTOR_DTYPE[self.format].itemsize
+        if self.kind.codes:
+            return self.kind.codes.record_bytes(self.head_size)
+        return self.kind.vectors * self.head_size * _VECTOR_DTYPE[self.format].itemsize
 
     @property
     def _scale_bytes(self) -> int:
@@ -237,6 +253,10 @@ class StatisticsLayout:
         )
         stored = vectors.view(_VECTOR_DTYPE[self.format]).unflatten(-1, (pages, -1))
         steps: torch.Tensor | None = None
+        if self.kind.is_leveled:
+            assert self.kind.codes is not None
+            stored = vectors.unflatten(-1, (self.kind.codes.rows, pages, -1)).transpose(2, 3)
+            return PageStatistics(self.kind, stored, stored.view(_SCALAR_DTYPE)[..., 0], None)
         if self._scale_bytes:
             steps = scales.view(_SCALAR_DTYPE).unflatten(-1, (pages, -1))
         elif self.kind.codes:

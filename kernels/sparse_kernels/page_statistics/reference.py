@@ -68,7 +68,8 @@ def update_page_statistics(
     else:
         stored, scales = quantise(vectors, statistics.vectors.dtype)
         statistics.scales[blocks, :, pages] = scales
-    _bits(statistics.vectors)[blocks, :, pages] = _bits(stored.flatten(2))
+    shape = statistics.vectors.shape[3:]
+    _bits(statistics.vectors)[blocks, :, pages] = _bits(stored.flatten(2)).unflatten(2, shape)
     if spread is not None and statistics.spread is not None:
         statistics.spread[blocks, :, pages] = spread.to(statistics.spread.dtype)
 

@@ -71,6 +71,8 @@ def _write_cache(
     SUMMARISE: tl.constexpr,
     PACK: tl.constexpr,
     CODE_ROWS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    ELEMENTS_PER_BYTE: tl.constexpr,
     DROPPED: tl.constexpr,
     VECTORS: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -126,9 +128,15 @@ def _write_cache(
             record_page = vectors_ptr + block * vectors_strides[0] + page * vectors_strides[2]
             if PACK is not None:
                 packed, steps = PACK(record, HEAD_SIZE, HEADS, DIMS)
+                row_bytes: tl.constexpr = DIMS // ELEMENTS_PER_BYTE
+                byte = tl.arange(0, HEADS * row_bytes)
+                byte_head = first_head + byte // row_bytes
+                byte = byte % row_bytes
+                stored = (byte_head < NUM_KV_HEADS) & (byte >= DROPPED // ELEMENTS_PER_BYTE)
+                stored = stored & (byte < HEAD_SIZE // ELEMENTS_PER_BYTE)
                 for row in tl.static_range(CODE_ROWS):
-                    place = record_page + head * vectors_strides[1] + row * HEAD_SIZE + dim
-                    tl.store(place, packed[row], mask=exists & (dim >= DROPPED))
+                    place = record_page + byte_head * vectors_strides[1] + row * ROW_STRIDE + byte
+                    tl.store(place, packed[row], mask=stored)
                     step_page = scales_ptr + block * scales_strides[0] + page * scales_strides[2]
                     step_page += row * scales_strides[3]
                     tl.store(step_page + heads * scales_strides[1], steps[row], mask=head_exists)
@@ -197,6 +205,8 @@ def write_cache(
         SUMMARISE=kind.triton_summarise if kind is not None else None,
         PACK=kind.triton_pack if kind is not None else None,
         CODE_ROWS=codes.rows if codes is not None else 0,
+        ROW_STRIDE=statistics.row_stride if statistics is not None else 0,
+        ELEMENTS_PER_BYTE=codes.elements_per_byte if codes is not None else 1,
         DROPPED=codes.dropped if codes is not None else 0,
         VECTORS=kind.vectors if kind is not None else 0,
         LARGEST=LARGEST.get(vectors.dtype) if vectors is not None else None,

@@ -87,7 +87,7 @@ def sparse_decode(
         if in_pieces(shape, capability):
             decode_in_pieces(batch, cache, softmax, selection, routing, output)
             return
-        record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
+        record_bytes = 0 if statistics is None else statistics.vector_bytes
         rows = batch.num_tokens * cache.num_kv_heads
         launch = launch_of(rows, shape, record_bytes, capability)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):

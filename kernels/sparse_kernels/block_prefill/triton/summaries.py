@@ -41,6 +41,8 @@ def _summarise(
     VECTORS: tl.constexpr,
     KEYS: tl.constexpr,
     BITS: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    ELEMENTS_PER_BYTE: tl.constexpr,
     DROPPED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
@@ -64,11 +66,13 @@ def _summarise(
     record = vectors_ptr + block * vectors_strides[0] + head * vectors_strides[1] + within * vectors_strides[2]
     vectors = ()
     for v in tl.static_range(VECTORS):
-        # A byte of codes holds dimension d of several vectors, the first in its lowest bits.
-        row = v * BITS // 8 if BITS < 8 else v
-        x = tl.load(record[:, None] + row * HEAD_SIZE + dim[None, :], mask=real, other=0)
+        # A byte of codes holds dimension d of several vectors, the first in its lowest bits, or two dimensions of one.
+        row = v * BITS // 8 if BITS < 8 and ELEMENTS_PER_BYTE == 1 else v
+        element = row * ROW_STRIDE + dim // ELEMENTS_PER_BYTE
+        x = tl.load(record[:, None] + element[None, :], mask=real, other=0)
         if BITS < 8:
-            code = (x.to(tl.int32) >> (v * BITS % 8)) & ((1 << BITS) - 1)
+            shift = v * BITS % 8 if ELEMENTS_PER_BYTE == 1 else dim % ELEMENTS_PER_BYTE * BITS
+            code = (x.to(tl.int32) >> shift) & ((1 << BITS) - 1)
             x = code.to(tl.float32) - ((1 << BITS) - 1) / 2
             x = tl.where(real & (dim >= DROPPED)[None, :], x, 0.0)
         else:
@@ -143,6 +147,8 @@ def page_summaries(
         VECTORS=kind.vectors,
         KEYS=kind.summary_keys,
         BITS=codes.bits if codes else 8,
+        ROW_STRIDE=statistics.row_stride if codes else head_size,
+        ELEMENTS_PER_BYTE=codes.elements_per_byte if codes else 1,
         DROPPED=codes.dropped if codes else 0,
         PAGE_SIZE=page_size,
         PAGES_PER_BLOCK=statistics.pages_per_block,

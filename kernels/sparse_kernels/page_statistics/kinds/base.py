@@ -63,6 +63,9 @@ class StatisticsKind(ABC):
     """Formats that its vectors can be stored in."""
     codes: ClassVar[Codes | None] = None
     """How its vectors are packed in its only format, of less than 8 bits; None for other kinds."""
+    is_leveled: ClassVar[bool] = False
+    """Whether the first vector of a record alone tells which records are read whole. The first vectors of all pages of
+    a block then lie before the other vectors; see `page_score`."""
     triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one; for codes to the argument of `triton_pack`. Keys
@@ -130,6 +133,11 @@ class StatisticsKind(ABC):
             `[..., summary_keys, head_size]` and `[...]` or None, float32.
         """
         return vectors, spread
+
+    @staticmethod
+    def first_score(products: torch.Tensor) -> torch.Tensor:
+        """Returns the score of the first level, if `is_leveled`, from the products of features and first vectors."""
+        raise NotImplementedError
 
     @property
     def summary_keys(self) -> int:

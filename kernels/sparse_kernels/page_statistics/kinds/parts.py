@@ -7,13 +7,16 @@ from typing import ClassVar
 import torch
 
 from sparse_kernels.optional_triton import constexpr, jit, tl
-from sparse_kernels.page_statistics.codes import Codes
+from sparse_kernels.page_statistics.codes import Codes, RowCodes
 from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, RecordFormat, StatisticsKind
 from sparse_kernels.page_statistics.kinds.rotation import rotate, rotate_back, rotated, rotated_back
 
 # Keys have heavy tails: twice the best step of a normal distribution keeps large elements. `research.real` measured it.
 _FOUR_BITS = Codes(bits=4, vectors=4, spacing=0.7, dropped=2)
 _TWO_BITS = Codes(bits=2, vectors=4, spacing=0.9957)
+_LEVELS = RowCodes(bits=4, vectors=4, spacing=0.7)
+_LEVEL_SPACING, _LEVEL_DROPPED = constexpr(_LEVELS.spacing), constexpr(_LEVELS.dropped)
+_NOT_FINITE = 2.0**100
 _FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_TWO_BITS.spacing)
 
 
@@ -159,3 +162,106 @@ class Sketch(Parts):
     triton_summarise = _quarters_of
     triton_pack = _pack_sketch
     triton_summary_keys = _rotated_back
+
+
+@jit
+def _row_power(vector, DROPPED: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    squares = tl.reshape(vector * vector, (HEADS, DIMS))
+    squares = tl.where((tl.arange(0, DIMS) >= DROPPED)[None, :], squares, 0.0)
+    return tl.sum(squares, axis=1) / (HEAD_SIZE - DROPPED)
+
+
+@jit
+def _pack_in_pairs(
+    vector, power, finite, IS_FIRST: tl.constexpr, SPACING: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr
+):
+    # A row of `RowCodes.pack`.
+    step = tl.where(finite, tl.sqrt_rn(power) * SPACING, LARGEST_FINITE if IS_FIRST else 0.0).to(tl.bfloat16)
+    divisor = step.to(tl.float32)
+    divisor = tl.where(divisor > 0, divisor, 1.0)[:, None]
+    scaled = tl.div_rn(tl.reshape(vector, (HEADS, DIMS)), divisor) + 7.5
+    # The addition rounds to the nearest integer, ties to even.
+    code = tl.clamp((scaled + 12582912.0) - 12582912.0, 0.0, 15.0)
+    code = tl.where(finite[:, None], code, 15.0).to(tl.int32)
+    even, odd = tl.split(tl.reshape(code, (HEADS * DIMS // 2, 2)))
+    return _finite_bytes(even | (odd << 4), HEADS * DIMS // 2), step
+
+
+@jit
+def _pack_levels(parts, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    a, b, c, d = _four_of(parts, HEADS * DIMS)
+    mean = ((a + b) + (c + d)) * 0.25
+    halves = ((a + b) - (c + d)) * 0.25
+    older = (a - b) * 0.5
+    newer = (c - d) * 0.5
+    of_mean = _row_power(mean, _LEVEL_DROPPED, HEAD_SIZE, HEADS, DIMS)
+    of_halves = _row_power(halves, _LEVEL_DROPPED, HEAD_SIZE, HEADS, DIMS)
+    of_older = _row_power(older, _LEVEL_DROPPED, HEAD_SIZE, HEADS, DIMS)
+    of_newer = _row_power(newer, _LEVEL_DROPPED, HEAD_SIZE, HEADS, DIMS)
+    finite = (of_mean <= LARGEST_FINITE) & (of_halves <= LARGEST_FINITE)
+    finite = finite & (of_older <= LARGEST_FINITE) & (of_newer <= LARGEST_FINITE)
+    first, first_step = _pack_in_pairs(mean, of_mean, finite, True, _LEVEL_SPACING, HEADS, DIMS)
+    second, second_step = _pack_in_pairs(halves, of_halves, finite, False, _LEVEL_SPACING, HEADS, DIMS)
+    third, third_step = _pack_in_pairs(older, of_older, finite, False, _LEVEL_SPACING, HEADS, DIMS)
+    fourth, fourth_step = _pack_in_pairs(newer, of_newer, finite, False, _LEVEL_SPACING, HEADS, DIMS)
+    return (first, second, third, fourth), (first_step, second_step, third_step, fourth_step)
+
+
+@jit
+def _quarters_from_levels(vectors, HEAD_SIZE: tl.constexpr):
+    mean, halves, older, newer = vectors[0], vectors[1], vectors[2], vectors[3]
+    return (
+        (mean + halves) + older,
+        (mean + halves) - older,
+        (mean - halves) + newer,
+        (mean - halves) - newer,
+    )
+
+
+class LeveledQuarters(StatisticsKind):
+    """The quarters of a page as their mean and three differences, with four bits per element: the bytes of `Quarters`.
+
+    Of quarters a, b, c and d the vectors are m = (a + b + c + d) / 4, u = ((a + b) - (c + d)) / 4, v = (a - b) / 2 and
+    w = (c - d) / 2. Then a and b are m + u + v and m + u - v, and c and d are m - u + w and m - u - w.
+
+        first level: q . m        score: q . m + max(q . u + |q . v|, |q . w| - q . u)
+
+    A product beyond 2^100 stands for keys that are not finite. It counts as positive, so the page is read.
+    """
+
+    name = "leveled_quarters"
+    codes = _LEVELS
+    vectors = codes.vectors
+    formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
+    is_leveled = True
+    triton_summarise = _quarters_of
+    triton_pack = _pack_levels
+    triton_summary_keys = _quarters_from_levels
+
+    @staticmethod
+    def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summarise`."""
+        a, b, c, d = keys.unflatten(-2, (4, -1)).mean(dim=-2).unbind(dim=-2)
+        return torch.stack([(a + b + c + d) / 4, ((a + b) - (c + d)) / 4, (a - b) / 2, (c - d) / 2], dim=-2), None
+
+    @staticmethod
+    def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
+        """See `StatisticsKind.features`: the query, for every vector."""
+        return query.unsqueeze(-2).expand(*query.shape[:-1], 4, query.shape[-1])
+
+    @staticmethod
+    def first_score(products: torch.Tensor) -> torch.Tensor:
+        """See `StatisticsKind.first_score`."""
+        return torch.where(products.abs() > _NOT_FINITE, products.abs(), products)
+
+    @staticmethod
+    def combine(products: torch.Tensor) -> torch.Tensor:
+        """See `StatisticsKind.combine`: the largest of the four quarters."""
+        m, u, v, w = products.unbind(dim=-1)
+        return LeveledQuarters.first_score(m) + torch.maximum(u + v.abs(), w.abs() - u)
+
+    @staticmethod
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summary`: the quarters."""
+        m, u, v, w = vectors.unbind(dim=-2)
+        return torch.stack([m + u + v, m + u - v, m - u + w, m - u - w], dim=-2), spread
