@@ -379,9 +379,13 @@ class PageSelection:
     """Newest complete pages among them, whatever the query."""
     std_weight: float = 0.0
     """lambda, the weight of the spread in a page's score (UNIQUE, Eq. 3)."""
+    refined: float = 1.0
+    """Share of a long row's pages that leveled statistics score whole, see `page_score.score_pages`."""
 
     def check(self) -> None:
-        """Raises ValueError unless the pages that are always read fit."""
+        """Raises ValueError unless the pages that are always read fit, and the share is one."""
+        if not 0 < self.refined <= 1:
+            raise ValueError(f"refined: got {self.refined}, allowed: above 0, at most 1")
         for name in ("sink_pages", "recent_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.page_score import reference
+from sparse_kernels.page_score.levels import in_units
 from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -14,6 +15,7 @@ def score_pages(
     block_table: torch.Tensor,
     num_pages: torch.Tensor,
     std_weight: float,
+    refined: float = 1.0,
 ) -> torch.Tensor:
     """Scores every complete page of each token's context, as its kind of statistics says (UNIQUE: Eq. 3 and 6).
 
@@ -26,14 +28,17 @@ def score_pages(
         block_table: `[num_tokens, max_blocks]` integer, physical block ids of each token's request.
         num_pages: `[num_tokens]` integer, complete pages that token may attend; may be 0.
         std_weight: lambda, the weight of the spread.
+        refined: of a leveled kind, the share of a long row's pages that are scored by their whole records (see
+            `levels`). The others have the score -inf. Other kinds ignore it.
 
     Returns:
         `[num_tokens, num_kv_heads, num_pages.max()]` bfloat16, -inf beyond a row's own pages. On CUDA, where the host
         does not know the lengths, as wide as the block table, and beyond a row's own pages undefined.
 
     Raises:
-        ValueError: if the shapes disagree.
+        ValueError: if the shapes disagree, or the share is not above 0 and at most 1.
     """
+    in_units(refined)
     num_tokens, num_kv_heads, _, head_size = query.shape
     if (num_kv_heads, head_size) != (statistics.vectors.shape[1], statistics.head_size):
         raise ValueError(
@@ -47,15 +52,14 @@ def score_pages(
         )
     if num_tokens == 0:
         return query.new_empty((0, num_kv_heads, 0), dtype=torch.bfloat16)
-    implementation = reference.score_pages
+    if query.is_cuda:
+        from sparse_kernels.page_score import cuda
+
+        return cuda.score_pages(query, statistics, block_table, num_pages, std_weight, refined)
     kind = statistics.kind
     compiled = kind.codes or (statistics.vectors.dtype == torch.int8 and kind.is_linear)
     if query.device.type == "cpu" and compiled and not kind.is_leveled:
         from sparse_kernels.page_score import cpu
 
-        implementation = cpu.score_pages
-    elif query.is_cuda:
-        from sparse_kernels.page_score import cuda
-
-        implementation = cuda.score_pages
-    return implementation(query, statistics, block_table, num_pages, std_weight)
+        return cpu.score_pages(query, statistics, block_table, num_pages, std_weight)
+    return reference.score_pages(query, statistics, block_table, num_pages, std_weight, refined)

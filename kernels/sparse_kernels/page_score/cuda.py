@@ -82,6 +82,7 @@ def launch_scores(
     skipped: torch.Tensor | None = None,
     launch: Launch | None = None,
     heads: HeadWeights | None = None,
+    refined: float = 1.0,
 ) -> None:
     """Scores every complete page of each token's context, but nothing for the groups that are skipped.
 
@@ -95,6 +96,7 @@ def launch_scores(
         launch: how to launch; by default as `launch_of` says.
         heads: what single query heads have, to write to, as many pages as `scores`; None if nobody asks. For kinds that
             are fused and have no spread, and with the default launch.
+        refined: see `api.score_pages`.
     """
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
@@ -157,6 +159,7 @@ def score_pages(
     block_table: torch.Tensor,
     num_pages: torch.Tensor,
     std_weight: float,
+    refined: float = 1.0,
 ) -> torch.Tensor:
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
@@ -164,5 +167,5 @@ def score_pages(
     width = block_table.shape[1] * statistics.pages_per_block
     scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
     batch = DecodeBatch(query.flatten(1, 2), block_table.int(), num_pages.int())
-    launch_scores(batch, statistics, 0, std_weight, scores)
+    launch_scores(batch, statistics, 0, std_weight, scores, refined=refined)
     return scores

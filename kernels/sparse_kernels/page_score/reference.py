@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_kernels.page_score.levels import refined_pages
 from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -17,6 +18,7 @@ def score_pages(
     block_table: torch.Tensor,
     num_pages: torch.Tensor,
     std_weight: float,
+    refined: float = 1.0,
 ) -> torch.Tensor:
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
@@ -39,4 +41,8 @@ def score_pages(
         if spread is not None:
             raw = torch.addcmul(raw, norm[token], spread.unsqueeze(1))
         scores[token, :, :length] = raw.amax(dim=1)[:, :length]
+        if kind.is_leveled:
+            first = kind.first_score(products[:, 0]).amax(dim=1)[:, :length].bfloat16()
+            unrefined = ~refined_pages(first, pages_per_block, refined)
+            scores[token, :, :length].masked_fill_(unrefined, -torch.inf)
     return scores

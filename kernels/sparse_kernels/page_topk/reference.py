@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 
 
+def order_of(scores: torch.Tensor) -> torch.Tensor:
+    """Returns integers that are ordered like bfloat16 scores: NaN like -inf, and -0.0 like 0.0."""
+    bits = (scores + 0.0).masked_fill(scores.isnan(), -torch.inf).view(torch.int16).long()
+    # Two's complement orders negative floats backwards, so all their bits but the sign are flipped.
+    return torch.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
 def select_pages(
     scores: torch.Tensor,
     num_pages: torch.Tensor,
@@ -17,10 +24,8 @@ def select_pages(
     width = scores.shape[-1]
     positions = torch.arange(width, device=scores.device)
     lengths = num_pages[:, None, None]
-    # NaN ranks like -inf, which still beats no page; adding 0 makes -0.0 and 0.0 equal.
-    bits = (scores + 0.0).masked_fill(scores.isnan(), -torch.inf).view(torch.int16).long()
-    # Two's complement orders negative floats backwards, so all their bits but the sign are flipped.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)
+    # NaN and -inf still beat no page.
+    ordered = order_of(scores)
     always = (positions < sink_pages) | (positions >= lengths - recent_pages)
     ordered = torch.where(always, 1 << 16, ordered)
     ordered = torch.where(positions < lengths, ordered, -(1 << 16))

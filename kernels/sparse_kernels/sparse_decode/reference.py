@@ -49,7 +49,9 @@ def sparse_decode(
         if batch.scores is not None:
             scores = batch.scores[index : index + 1]
         else:
-            scores = score_pages(token.query, cache.statistics, token.block_table, num_pages, selection.std_weight)
+            scores = score_pages(
+                token.query, cache.statistics, token.block_table, num_pages, selection.std_weight, selection.refined
+            )
         pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages, counts)
         if rule is None:
             return pages
