@@ -7,6 +7,7 @@ from bench.serving.capacity import capacity
 from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
+from bench.serving.host_reads import host_reads_command, host_reads_variant
 from bench.serving.loads import loads, loads_variant
 from bench.serving.lossless import lossless, lossless_variant
 from bench.serving.plot import plot
@@ -31,6 +32,8 @@ app.command(hidden=True)(compaction_variant)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)
+app.command("host-reads")(host_reads_command)
+app.command(hidden=True)(host_reads_variant)
 app.command()(loads)
 app.command(hidden=True)(loads_variant)
 app.command()(lossless)

@@ -60,6 +60,8 @@ class DecodeSettings(BackendSettings):
     max_num_seqs: int
     block_size: int | None
     max_num_batched_tokens: int | None
+    one_token: bool
+    """Whether all generated tokens are the same."""
     noise_cache: bool
     """Whether keys and values are noise instead of those of prompts."""
 
@@ -163,7 +165,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         compilation_config=DECODE_GRAPHS,
     ) as (llm, backend):
         start_seconds = time.perf_counter() - begin
-        generate = generator(llm)
+        generate = generator(llm, only=7 if settings.one_token else None)
         cache = llm.llm_engine.vllm_config.cache_config
         block_size = cache.block_size
         blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
@@ -180,6 +182,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
                     "block_size": block_size,
                     "kv_cache_tokens": blocks * block_size,
                     "noise_cache": settings.noise_cache,
+                    "one_token": settings.one_token,
                 }
                 if batch > fits or batch == 0:
                     write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
@@ -224,6 +227,9 @@ def decode(
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.92,
     block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
+    one_token: Annotated[
+        bool, typer.Option("--one-token", help="Generate one token again and again: steps then select similar pages.")
+    ] = False,
     noise_cache: Annotated[
         bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")
     ] = False,
@@ -250,6 +256,7 @@ def decode(
                 gpu_memory_utilization=gpu_memory_utilization,
                 block_size=block_size,
                 max_num_batched_tokens=max_num_batched_tokens,
+                one_token=one_token,
                 noise_cache=noise_cache,
                 output=str(output.absolute()),
             )

@@ -141,12 +141,15 @@ def time_tokens(seconds: Callable[[int], float], new_tokens: int, repeats: int) 
     return {**per_token(times), "repeats": repeats, "new_tokens": new_tokens}
 
 
-def generator(llm: LLM) -> Generate:
-    """Returns a function that generates a given number of likeliest tokens in an engine."""
+def generator(llm: LLM, only: int | None = None) -> Generate:
+    """Returns a function that generates a given number of likeliest tokens in an engine, or of one token alone."""
     from vllm import SamplingParams, TokensPrompt
 
     def generate(prompts: list[list[int]], tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+            allowed_token_ids=None if only is None else [only],
+        )  # fmt: skip
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         return [output.num_cached_tokens or 0 for output in llm.generate(asked, sampling, use_tqdm=False)]
 

@@ -22,6 +22,7 @@ def settings(**changes) -> DecodeSettings:
         "block_size": None,
         "max_num_batched_tokens": None,
         "noise_cache": False,
+        "one_token": False,
         "output": "unused",
     }
     return DecodeSettings(**values | changes)
