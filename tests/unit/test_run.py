@@ -9,6 +9,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +24,13 @@ def script(tmp_path) -> Path:
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements" / "cpu.lock").touch()
     return tmp_path / "run.py"
+
+
+def load(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_script", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -63,6 +71,30 @@ def test_a_setup_that_is_stopped_ends_in_one_sentence(script, monkeypatch, capsy
     assert len(lines) == 2
 
 
+def test_a_setup_compiles_what_servers_import_at_last(script, tmp_path, monkeypatch):
+    packages = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+    for name in ("torch", "vllm", "mkdocs"):
+        (packages / name / "tests").mkdir(parents=True)
+        for module in (packages / name / "all.py", packages / name / "tests" / "some.py"):
+            module.touch()
+    (packages / "torch" / "other.py").write_text("print 'of another Python'")
+    monkeypatch.setattr(venv, "create", lambda *_, **__: None)
+    module, run, installs = load(script), subprocess.run, []
+
+    def run_here(command: list[str]) -> tuple[int, str]:
+        if "compileall" not in command:
+            installs.append(command)
+            return 0, ""
+        return run([sys.executable, *command[1:]], capture_output=True, timeout=60).returncode, ""
+
+    monkeypatch.setattr(module, "_run", run_here)
+    module._install()
+    assert len(installs) == 4
+    assert sorted(file.name.partition(".")[0] for file in packages.rglob("*.pyc")) == ["all", "all"]
+    assert {file.parents[1].name for file in packages.rglob("*.pyc")} == {"torch", "vllm"}
+    assert (tmp_path / ".venv" / "installed").exists()
+
+
 def test_a_linked_environment_is_not_cleared(script, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "installed").write_text("of another checkout")
@@ -83,9 +115,7 @@ def test_an_installer_ends_with_the_script(script, tmp_path, number):
         "os.kill(os.getppid(), int(sys.argv[2]))\n"
         "signal.pause()\n"
     )
-    spec = importlib.util.spec_from_file_location("run_script", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(script)
     before = [signal.signal(signal.SIGTERM, module._end), signal.signal(signal.SIGINT, signal.default_int_handler)]
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
