@@ -131,57 +131,91 @@ def run(
     return output, counters
 
 
-def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: Softmax) -> tuple[torch.Tensor, int]:
-    """Attention written token by token, and the past blocks read."""
-    outputs, blocks_read, first = [], 0, 0
+def best_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    spread: torch.Tensor | None,
+    positions: list[int],
+    past: int,
+    rule: BlockRule,
+    scale: float,
+) -> set[int]:
+    """The past blocks that a tile and KV head reads, written number by number.
+
+    Args:
+        queries: `[scoring, group_size, head_size]`, of the tokens that score.
+        keys: `[num_pages, summary_keys, head_size]`.
+        spread: `[num_pages]`, or None.
+        positions: of the tokens that score.
+        past: number of past blocks.
+        rule: the rule.
+        scale: of logits.
+    """
+    scores = [0.0] * past
+    for (place, token), g in itertools.product(enumerate(positions), range(queries.shape[1])):
+        q = queries[place, g].double()
+        logits: dict[int, float] = {}
+        for page in range((token + 1) // 8):
+            products = keys[page].double() @ q
+            spread_by = 0.0 if spread is None else float(spread[page]) * rule.std_weight
+            logit = float((products.max() + spread_by * q.norm()) * scale)
+            block = page * 8 // rule.block_tokens
+            logits[block] = max(logits.get(block, -math.inf), logit)
+        total = sum(math.exp(logit) for logit in logits.values())
+        for block in range(past):
+            scores[block] += math.exp(logits[block]) / total
+    always = [b for b in range(past) if b < rule.sink_blocks or b >= past - rule.recent_blocks]
+    others = sorted((b for b in range(past) if b not in always), key=lambda b: (-scores[b], b))
+    reads = min(past, max(math.ceil(rule.density * past), rule.least_blocks))
+    return set((always + others)[:reads])
+
+
+def plain_attention(case: Case, rule: BlockRule, softmax: Softmax) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Attention written token by token, in float64 and in float32, and the past blocks read."""
+    outputs: dict[torch.dtype, list[torch.Tensor]] = {torch.float64: [], torch.float32: []}
+    blocks_read = first = 0
     paged, prompts = case.paged, case.prompts
     for request, (context, chunk) in enumerate(zip(prompts.longest, prompts.query_lens, strict=True)):
         queries = case.batch.query[first : first + chunk].unflatten(1, (HEADS, -1))
         blocks = prompts.block_table[request, : -(-context // 64)].long()
         keys, spread = reference.page_summaries(paged.statistics, blocks)
+        chosen: list[set[int]] = []
         for begin in range(context - chunk, context):
             tile = begin // rule.tile_tokens * rule.tile_tokens
             own = tile // rule.block_tokens * rule.block_tokens
             past = own // rule.block_tokens
-            last = min(tile + rule.tile_tokens, context)
-            in_tile = list(range(max(tile, context - chunk), last))
-            scoring = in_tile[::-1][:: rule.query_stride]
+            if begin in (tile, context - chunk):
+                # The first token of a tile chooses for all.
+                in_tile = list(range(begin, min(tile + rule.tile_tokens, context)))
+                scoring = in_tile[::-1][:: rule.query_stride]
+                rows = queries[[token - (context - chunk) for token in scoring]]
+                chosen = [
+                    best_blocks(
+                        rows[:, head], keys[head], None if spread is None else spread[head], scoring, past, rule,
+                        softmax.scale,
+                    )
+                    if own >= rule.dense_tokens
+                    else set(range(past))
+                    for head in range(HEADS)
+                ]  # fmt: skip
+                blocks_read += sum(map(len, chosen))
             for head in range(HEADS):
-                chosen = set(range(past))
-                if own >= rule.dense_tokens:
-                    scores = [0.0] * past
-                    for token, g in itertools.product(scoring, range(queries.shape[2])):
-                        q = queries[token - (context - chunk), head, g].double()
-                        logits = {}
-                        for page in range((token + 1) // 8):
-                            products = keys[head, page].double() @ q
-                            spread_by = 0.0 if spread is None else float(spread[head, page]) * rule.std_weight
-                            logit = float((products.max() + spread_by * q.norm()) * softmax.scale)
-                            block = page * 8 // rule.block_tokens
-                            logits[block] = max(logits.get(block, -math.inf), logit)
-                        total = sum(math.exp(logit) for logit in logits.values())
-                        for block in range(past):
-                            scores[block] += math.exp(logits[block]) / total
-                    always = [b for b in range(past) if b < rule.sink_blocks or b >= past - rule.recent_blocks]
-                    others = sorted((b for b in range(past) if b not in always), key=lambda b: (-scores[b], b))
-                    reads = min(past, max(math.ceil(rule.density * past), rule.least_blocks))
-                    chosen = set((always + others)[:reads])
-                if begin == in_tile[0]:
-                    blocks_read += len(chosen)
                 positions = [
-                    t for b in sorted(chosen) for t in range(b * rule.block_tokens, (b + 1) * rule.block_tokens)
+                    t for b in sorted(chosen[head]) for t in range(b * rule.block_tokens, (b + 1) * rule.block_tokens)
                 ]
                 positions += list(range(own, begin + 1))
-                key, value = (x[request][positions, head].to(dtype) for x in (paged.keys, paged.values))
-                weights = queries[begin - (context - chunk), head].to(dtype) @ key.T * softmax.scale
-                if softmax.softcap:
-                    weights = softmax.softcap * torch.tanh(weights / softmax.softcap)
-                if softmax.sink_logits is not None:
-                    sinks = softmax.sink_logits.view(HEADS, -1)[head].to(dtype)[:, None]
-                    weights = torch.cat([weights, sinks], dim=1)
-                outputs.append(weights.softmax(dim=-1)[:, : len(positions)] @ value)
+                for dtype, of_dtype in outputs.items():
+                    key, value = (x[request][positions, head].to(dtype) for x in (paged.keys, paged.values))
+                    weights = queries[begin - (context - chunk), head].to(dtype) @ key.T * softmax.scale
+                    if softmax.softcap:
+                        weights = softmax.softcap * torch.tanh(weights / softmax.softcap)
+                    if softmax.sink_logits is not None:
+                        sinks = softmax.sink_logits.view(HEADS, -1)[head].to(dtype)[:, None]
+                        weights = torch.cat([weights, sinks], dim=1)
+                    of_dtype.append(weights.softmax(dim=-1)[:, : len(positions)] @ value)
         first += chunk
-    return torch.stack(outputs).view(len(case.batch.query), -1, SIZE), blocks_read
+    exact, rounded = (torch.stack(each).view(len(case.batch.query), -1, SIZE) for each in outputs.values())
+    return exact, rounded, blocks_read
 
 
 @pytest.mark.parametrize("stride", [1, 2, 5])
@@ -191,8 +225,8 @@ def test_the_reference_is_attention_over_the_best_blocks(stride: int, softcap: f
     rule = replace(RULE, query_stride=stride)
     softmax = Softmax(SIZE**-0.5, softcap, torch.linspace(-1, 2, HEADS * 2) if softcap else None)
     output, counters = run(case, rule, kernels=False, softmax=softmax)
-    exact, blocks_read = plain_attention(case, rule, torch.float64, softmax)
-    assert_as_accurate(output, exact, plain_attention(case, rule, torch.float32, softmax)[0])
+    exact, rounded, blocks_read = plain_attention(case, rule, softmax)
+    assert_as_accurate(output, exact, rounded)
     assert int(counters[:, 0].sum()) == blocks_read < int(counters[:, 1].sum())
 
 
