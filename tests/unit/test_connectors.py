@@ -157,6 +157,7 @@ STORED = {
     "representatives bf16": "853952eb93e40bea",
     "quarters int4": "280dec8814a39eb9",
     "sketch int2": "790b08377dd5836a",
+    "leveled_quarters int4": "e4a6ccf37f76a06f",
 }
 """Digests of the statistics rows of a block of known keys, by kind and format, for `STATISTICS_VERSION`."""
 
