@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sparse_kernels.batch import PageSelection
+from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.page_score import reference, score_pages
 from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, STRIPES, in_units, refined_pages
 from sparse_kernels.page_statistics import KINDS
@@ -110,3 +110,122 @@ def test_other_kinds_ignore_the_share() -> None:
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 0.0
     assert torch.equal(score_pages(*arguments, refined=0.25), score_pages(*arguments))
     assert torch.equal(reference.score_pages(*arguments, 0.25), reference.score_pages(*arguments))
+
+
+UNWRITTEN = 7.0
+
+
+def triton_scores(
+    batch: PagedBatch, query: torch.Tensor, refined: float, lengths: torch.Tensor, page_size: int = 0, skipped=None
+) -> torch.Tensor:
+    from sparse_kernels.page_score.cuda import launch_scores
+
+    width = batch.block_table.shape[1] * batch.statistics.pages_per_block
+    scores = torch.full((len(query), query.shape[1], width), UNWRITTEN).bfloat16()
+    # A slice of a wider tensor, as vLLM's query is.
+    wide = torch.cat([query.flatten(1, 2), torch.full_like(query[:, 0], torch.nan)], dim=1)
+    requests = DecodeBatch(wide[:, : query.shape[1] * query.shape[2]], batch.block_table.int(), lengths.int())
+    launch_scores(requests, batch.statistics, page_size, 0.0, scores, skipped, refined=refined)
+    return scores
+
+
+def first_scores(monkeypatch: pytest.MonkeyPatch, *arguments) -> torch.Tensor:
+    """What the first launch leaves for the second."""
+    from sparse_kernels.page_score import leveled_triton
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(leveled_triton, "_refine", Nothing())
+        return triton_scores(*arguments)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """One step of bfloat16, and the rounding of a query to 16-bit fixed point."""
+    expected = expected.float()
+    allowed = 2**-7 * expected.abs() + 2**-11 * expected.abs().max()
+    assert ((actual.float() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("pages", "num_kv_heads", "group_size", "head_size", "block_size"),
+    [
+        ((2049, 0, 9), 1, 1, 64, 64),
+        ((2600,), 2, 2, 64, 16),
+        ((2049,), 1, 16, 80, 768),
+        ((3000,), 1, 3, 96, 256),
+        ((2300,), 1, 1, 128, 64),
+    ],
+)
+def test_triton_refines_what_the_rule_says(
+    monkeypatch, pages: tuple[int, ...], num_kv_heads: int, group_size: int, head_size: int, block_size: int
+) -> None:
+    from sparse_kernels.page_score import leveled_triton
+
+    # Fewer steps of the interpreter.
+    monkeypatch.setattr(leveled_triton, "_PAGES", 128)
+    contexts = [8 * count + 5 for count in pages]
+    batch = make_batch(contexts, num_kv_heads, head_size, block_size, statistics="int4", kind=KIND.name)
+    query = torch.randn(len(pages), num_kv_heads, group_size, head_size).bfloat16()
+    leveled = triton_scores(batch, query, 0.25, batch.num_pages)
+    first = first_scores(monkeypatch, batch, query, 0.25, batch.num_pages)
+    expected = reference.score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.0)
+    for request, count in enumerate(pages):
+        assert leveled[request, :, count:].eq(UNWRITTEN).all(), "written beyond a row's pages"
+        kept = torch.ones(num_kv_heads, count, dtype=torch.bool)
+        if count > FLAT_PAGES:
+            kept = refined_pages(first[request, :, :count], block_size // 8, 0.25)
+            assert kept.float().mean() < 0.6
+            blocks = batch.block_table[request, : -(-count // (block_size // 8))]
+            vectors, scales, _ = batch.statistics.records(blocks)
+            means = vectors[:, :count, 0] * scales[:, :count, 0, None]
+            assert_close(
+                first[request, :, :count],
+                torch.einsum("hgd,hpd->hgp", query[request].float(), means).amax(dim=1),
+            )
+        assert torch.equal(leveled[request, :, :count] > -torch.inf, kept)
+        if count:
+            assert_close(leveled[request, :, :count][kept], expected[request, :, :count][kept])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_refines_all_that_are_equal_at_the_border() -> None:
+    batch = make_batch([8 * 2049], 1, 64, statistics="int4", kind=KIND.name)
+    # All pages of the batch get the record of one page.
+    batch.statistics.vectors.copy_(batch.statistics.vectors[batch.block_table[0, 0], :, :1].clone())
+    scores = triton_scores(batch, torch.randn(1, 1, 1, 64).bfloat16(), 0.25, batch.num_pages)
+    assert scores[0, 0, :2049].unique().numel() == 1
+    assert scores[0, 0, 0] > -torch.inf
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_finds_the_pages_of_several_query_tokens() -> None:
+    batch = make_batch([8 * 2049, 17], 1, 64, statistics="int4", kind=KIND.name)
+    query = torch.randn(4, 1, 1, 64).bfloat16()
+    lengths = torch.tensor([2048, 2049, 2, 2])
+    table = batch.block_table.repeat_interleave(2, dim=0)
+    actual = triton_scores(batch, query, 0.25, batch.context_lens, page_size=8)
+    expected = reference.score_pages(query, batch.statistics, table, lengths, 0.0)
+    for token, pages in enumerate(lengths.tolist()):
+        kept = actual[token, :, :pages] > -torch.inf
+        assert kept.all() == (pages <= FLAT_PAGES)
+        assert_close(actual[token, :, :pages][kept], expected[token, :, :pages][kept])
+        assert actual[token, :, pages:].eq(UNWRITTEN).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_scores_no_group_that_is_skipped(monkeypatch) -> None:
+    from sparse_kernels.page_score import leveled_triton
+
+    batch = make_batch([8 * 2049], 2, 64, statistics="int4", kind=KIND.name)
+    query = torch.randn(1, 2, 1, 64).bfloat16()
+    every = triton_scores(batch, query, 0.25, batch.num_pages)
+    # Few programs, each with several runs and reads of keys.
+    monkeypatch.setattr(leveled_triton, "_PROGRAMS", 1)
+    monkeypatch.setattr(leveled_triton, "_KEYS", 64)
+    skipped = torch.tensor([[0, 1]], dtype=torch.uint8)
+    some = triton_scores(batch, query, 0.25, batch.num_pages, skipped=skipped)
+    assert torch.equal(some, torch.where(skipped.bool()[..., None], UNWRITTEN, every))

@@ -63,7 +63,8 @@ from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, LayerCaches, held_triton as evictions, triton as compaction
 from sparse_kernels.multi_token_decode import triton as several
-from sparse_kernels.page_score import triton as scores
+from sparse_kernels.page_score import leveled_triton as leveled, triton as scores
+from sparse_kernels.page_score.cuda import launch_scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
 from sparse_kernels.row_attention import triton as rows_of
@@ -89,6 +90,7 @@ class Compile:
 
 is_oldest = sys.argv[1] == "80"
 write._write_cache, scores._page_score = Compile(write._write_cache), Compile(scores._page_score)
+leveled._first_scores, leveled._refine = Compile(leveled._first_scores), Compile(leveled._refine)
 for kind in KINDS.values():
     layout = StatisticsLayout(8, 128, kind.formats[0], kind=kind)
     cache = torch.zeros(4, 8, 64 + layout.rows(64), 256).bfloat16()
@@ -96,11 +98,11 @@ for kind in KINDS.values():
     projected = torch.zeros(3, 48, 128).bfloat16()
     query, key, value = projected.split([32, 8, 8], dim=1)
     write.write_cache(key, value, cache[:, :, :64], views, torch.zeros(3).long(), 8, None, None)
-    if kind.is_fused or not kind.runs_on_gpu:
+    if kind.is_fused:
         continue
-    table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
+    table, lengths = torch.zeros(3, 400).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
-    scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
+    launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 3200).bfloat16())
 
 rows_of._attend_piece = Compile(rows_of._attend_piece)
 for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
@@ -207,7 +209,7 @@ def compiled(code: str, *arguments: str) -> int:
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(architecture: str) -> None:
-    of_decode = len(KINDS) + sum(kind.runs_on_gpu and not kind.is_fused for kind in KINDS.values())
+    of_decode = len(KINDS) + sum((not kind.is_fused) + kind.is_leveled for kind in KINDS.values())
     # Three head sizes, two forms.
     of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, sizes = 4, 6, 2 if architecture == "80" else 4

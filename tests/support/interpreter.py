@@ -26,6 +26,7 @@ def interpret_kernels() -> None:
         import sparse_kernels.hot_pages.triton
         import sparse_kernels.masked_attention.triton
         import sparse_kernels.multi_token_decode.triton
+        import sparse_kernels.page_score.leveled_triton
         import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton
         import sparse_kernels.rolling_attention.triton

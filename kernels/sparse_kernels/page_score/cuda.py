@@ -98,6 +98,11 @@ def launch_scores(
             are fused and have no spread, and with the default launch.
         refined: see `api.score_pages`.
     """
+    if statistics.kind.is_leveled:
+        from sparse_kernels.page_score import leveled_triton
+
+        leveled_triton.launch_scores(batch, statistics, page_size, scores, skipped, refined)
+        return
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
 

@@ -259,5 +259,7 @@ def _scores(
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
-    launch_scores(batch, cache.statistics, cache.page_size, selection.std_weight, scores, skipped)
+    launch_scores(
+        batch, cache.statistics, cache.page_size, selection.std_weight, scores, skipped, refined=selection.refined
+    )
     return scores

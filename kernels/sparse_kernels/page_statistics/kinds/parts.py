@@ -238,6 +238,11 @@ class LeveledQuarters(StatisticsKind):
     triton_pack = _pack_levels
     triton_summary_keys = _quarters_from_levels
 
+    @property
+    def runs_on_gpu(self) -> bool:
+        """See `StatisticsKind.runs_on_gpu`: kernels of its own score it."""
+        return True
+
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
