@@ -72,7 +72,7 @@ def statistics_memory() -> Block:
     """Memory of page statistics relative to the cache, by policy and format."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for preset, formats in (
-        ("unique", ("quarters", "sketch", "int8", "fp8", "bf16")),
+        ("unique", ("quarters", "leveled_quarters", "sketch", "int8", "fp8", "bf16")),
         ("quest", ("int8", "bf16")),
         ("infllm", ("int8", "bf16")),
     ):

@@ -14,7 +14,7 @@ ALLOWED_TOP = (
 )
 ALLOWED_UNIQUE = (
     "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, anchor_layers, anchor_heads, fingerprint, "
-    "lambda, coverage, min_budget_tokens or max_budget_tokens"
+    "lambda, coverage, min_budget_tokens, max_budget_tokens or refined"
 )
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
@@ -72,6 +72,26 @@ BAD = {
     "coverage by statistics that do not say what a page weighs": (
         {"selection": {"coverage": 0.9, "statistics": "int8"}},
         "sparse_attention.selection.coverage: got 0.9 with statistics 'int8', allowed: quarters or sketch",
+    ),
+    "share of refined pages for statistics of one level": (
+        {"selection": {"refined": 0.5}},
+        "sparse_attention.selection.refined: got 0.5 with statistics 'auto', allowed: with leveled_quarters",
+    ),
+    "share of refined pages above all": (
+        {"selection": {"refined": 1.5, "statistics": "leveled_quarters"}},
+        "sparse_attention.selection.refined: got 1.5, allowed: a number from 0.01 to 1",
+    ),
+    "no refined pages": (
+        {"selection": {"refined": 0, "statistics": "leveled_quarters"}},
+        "sparse_attention.selection.refined: got 0, allowed: a number from 0.01 to 1",
+    ),
+    "budget above what two levels refine": (
+        {"selection": {"budget_tokens": 8200, "statistics": "leveled_quarters"}},
+        "sparse_attention.selection.budget_tokens: got 8200 with statistics 'leveled_quarters', allowed: up to 8192",
+    ),
+    "coverage by two levels": (
+        {"selection": {"coverage": 0.9, "statistics": "leveled_quarters"}},
+        "sparse_attention.selection.coverage: got 0.9 with statistics 'leveled_quarters', allowed: quarters or sketch",
     ),
     "part of a page under a coverage": (
         {"selection": {"min_budget_tokens": 12}},

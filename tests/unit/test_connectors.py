@@ -30,6 +30,8 @@ CONTENTS = {
     "means in int8": {"selection": {"statistics": "int8"}},
     "means in bf16": {"selection": {"statistics": "bf16"}},
     "sketch": {"selection": {"statistics": "sketch"}},
+    "quarters in two levels": {"selection": {"statistics": "leveled_quarters"}},
+    "quarters in two levels, half of them refined": {"selection": {"statistics": "leveled_quarters", "refined": 0.5}},
     "pages of 16": {"selection": {"page_size": 16, "budget_tokens": 512}},
     "blocks of 64": {"block_size": 64},
     "infllm": {"backend": "infllm"},

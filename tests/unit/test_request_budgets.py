@@ -113,6 +113,14 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
             "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
         ),
         (
+            "unique", {"selection": {"statistics": "leveled_quarters"}}, {"sparse_coverage": 0.9},
+            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
+        ),
+        (
+            "unique", {"selection": {"statistics": "leveled_quarters"}}, {"sparse_budget_tokens": 8200},
+            "sparse_budget_tokens: got 8200, allowed: a multiple of page_size (8), from 24 to 8192",
+        ),
+        (
             "unique", {"stopping": {}}, {"sparse_coverage": 0.9},
             "sparse_coverage: got 0.9 with stopping, allowed: none",
         ),

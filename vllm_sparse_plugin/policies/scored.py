@@ -80,6 +80,11 @@ class ScoredSelection(Selection):
         return 0.0
 
     @property
+    def refined_share(self) -> float:
+        """The share of a long context's pages that leveled statistics score whole."""
+        return 1.0
+
+    @property
     def reserved_pages(self) -> int:
         return self.sink_pages + self.recent_pages
 
@@ -91,7 +96,7 @@ class ScoredSelection(Selection):
     def page_selection(self) -> PageSelection:
         from sparse_kernels.batch import PageSelection
 
-        return PageSelection(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
+        return PageSelection(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight, self.refined_share)
 
     def select(
         self,
@@ -158,7 +163,7 @@ class ScoredSelection(Selection):
         from sparse_kernels.page_topk import select_pages
 
         assert statistics is not None
-        scores = score_pages(query, statistics, block_table, num_pages, self.std_weight)
+        scores = score_pages(query, statistics, block_table, num_pages, self.std_weight, self.refined_share)
         always = self.sink_pages, self.recent_pages
         if budgets is None:
             return select_pages(scores, num_pages, self.budget_pages, *always), scores

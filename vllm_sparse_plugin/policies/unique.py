@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
+from sparse_kernels.limits import MAX_K
 
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
 
 
-CODES = ("quarters", "sketch")
-"""Statistics that are keys with a few bits per element: they have no deviation, and estimate attention weight."""
+CODES = ("quarters", "sketch", "leveled_quarters")
+"""Statistics that are keys with a few bits per element: they have no deviation."""
+LEVELED = "leveled_quarters"
+"""Statistics of which a first level tells which pages are scored whole."""
+_REFINED = 0.25
 
 
 class UniqueSelection(ScoredSelection):
@@ -26,7 +30,7 @@ class UniqueSelection(ScoredSelection):
         "By default it scores the means of a page's quarters in place of the paper's mean and standard deviation, and "
         "always reads the newest complete page; the preset unique_paper does neither."
     )
-    statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
+    statistics: Literal["auto", "quarters", "sketch", "leveled_quarters", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
     """Statistics of a page's keys; `auto` is `quarters`, or `int8` in an 8-bit cache."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
@@ -42,6 +46,26 @@ class UniqueSelection(ScoredSelection):
     """Smallest number of tokens read under a coverage, also under that of a request."""
     max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192
     """Largest number of tokens read under a coverage; `min_budget_tokens` if that is larger."""
+
+    refined: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
+    """Share of a long context's pages that `leveled_quarters` score whole; null: 0.25."""
+
+    @model_validator(mode="after")
+    def _levels_have_room(self) -> Self:
+        if self.statistics != LEVELED:
+            if self.refined is not None:
+                raise PydanticCustomError(
+                    "sentence",
+                    "refined: got {refined} with statistics '{statistics}', allowed: with leveled_quarters",
+                    {"refined": self.refined, "statistics": self.statistics},
+                )
+        elif self.budget_pages > MAX_K:
+            raise PydanticCustomError(
+                "sentence",
+                "budget_tokens: got {got} with statistics '{statistics}', allowed: up to {most}",
+                {"got": self.budget_tokens, "statistics": self.statistics, "most": MAX_K * self.page_size},
+            )
+        return self
 
     @model_validator(mode="after")
     def _coverage_has_an_estimate(self) -> Self:
@@ -64,7 +88,7 @@ class UniqueSelection(ScoredSelection):
     @property
     def estimates_weight(self) -> bool:
         """Whether the statistics of a 16-bit cache estimate the attention weight of a page."""
-        return self.statistics_in(2) in CODES
+        return self.statistics_in(2) in CODES[:2]
 
     def covering(self, share: float) -> PagesRead:
         """Returns the limits for a coverage."""
@@ -79,7 +103,15 @@ class UniqueSelection(ScoredSelection):
     def std_weight(self) -> float:
         return self.lambda_
 
-    def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
+    @property
+    def refined_share(self) -> float:
+        if self.statistics != LEVELED:
+            return 1.0
+        return _REFINED if self.refined is None else self.refined
+
+    def statistics_in(
+        self, cache_itemsize: int
+    ) -> Literal["quarters", "sketch", "leveled_quarters", "int8", "fp8", "bf16"]:
         """Returns `statistics`, with `auto` replaced.
 
         Args:
@@ -93,7 +125,7 @@ class UniqueSelection(ScoredSelection):
         from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
         statistics = self.statistics_in(cache_itemsize)
-        if statistics == "quarters" or statistics == "sketch":
+        if statistics == "quarters" or statistics == "sketch" or statistics == "leveled_quarters":
             kind = KINDS[statistics]
             return StatisticsLayout(self.page_size, head_size, kind.formats[0], cache_itemsize, kind)
         return StatisticsLayout(self.page_size, head_size, statistics, cache_itemsize)

@@ -10,6 +10,7 @@ from sparse_kernels.limits import MAX_K
 from vllm_sparse_plugin.config.schema import ResolvedConfig
 from vllm_sparse_plugin.policies import Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import PagesRead
+from vllm_sparse_plugin.policies.unique import LEVELED
 
 DENSE, BUDGET, COVERAGE = ARGUMENTS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
 """The arguments that this plugin reads."""
@@ -108,6 +109,8 @@ def _dense(got: Any, config: ResolvedConfig, on_gpu: bool) -> PagesRead:
 def _budget(got: Any, selection: Selection, on_gpu: bool) -> PagesRead:
     size, least = selection.page_size, selection.least_budget_tokens
     most, where = (most_pages_on_gpu(selection) * size, " on a GPU") if on_gpu else (_MOST_TOKENS, "")
+    if isinstance(selection, UniqueSelection) and selection.statistics == LEVELED:
+        most = min(most, MAX_K * size)
     if type(got) is not int or not least <= got <= most or got % size:
         raise ValueError(
             f"sparse_budget_tokens: got {got!r:.80}, allowed{where}: a multiple of page_size ({size}), from {least} to "

@@ -121,6 +121,8 @@ def test_what_cannot_be_trained_is_refused():
         ServedSelection.of(resolve(None, "quest"))
     with pytest.raises(ConfigurationError, match=r"^sparse_attention\.selection\.statistics: got 'sketch', allowed "):
         ServedSelection.of(resolve({"selection": {"statistics": "sketch"}}, "unique"))
+    with pytest.raises(ConfigurationError, match=r"statistics: got 'leveled_quarters', allowed for training: quarters"):
+        ServedSelection.of(resolve({"selection": {"statistics": "leveled_quarters"}}, "unique"))
     attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
     with pytest.raises(ConfigurationError, match=r"^model: got 'tiny' with learned attention sinks, capped logits or "):
         attention._attend(None, torch.zeros(1), torch.zeros(1), torch.zeros(1), None, sliding_window=8)
