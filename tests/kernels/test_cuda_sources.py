@@ -11,7 +11,14 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
 from sparse_kernels import batch
 from sparse_kernels.cuda import params
-from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, _known_architectures, architecture_of, compile_source
+from sparse_kernels.cuda.launch import (
+    CODE_FORMATS,
+    FORMATS,
+    LEVELED_FORMAT,
+    _known_architectures,
+    architecture_of,
+    compile_source,
+)
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.page_coverage import launches as coverage
@@ -21,6 +28,7 @@ ROOT = Path(sparse_kernels.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.cu"))
 BF16, FP16, FP8, INT8 = FORMATS.values()
 SKETCH, QUARTERS = CODE_FORMATS.values()
+LEVELED = LEVELED_FORMAT
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
@@ -148,6 +156,22 @@ OTHER_SIZES = {
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "HEAD_SIZE": 256, "RECORD": QUARTERS},
     ),
+    **{
+        f"decode leveled quarters, {pages} pages to a block, heads of {size}, groups of {group}": (
+            "sparse_decode/decode.cu",
+            DECODE
+            | ONE_BLOCK_PER_SM
+            | {
+                "FUSED": 1,
+                "CLUSTER": 4,
+                "RECORD": LEVELED,
+                "HEAD_SIZE": size,
+                "GROUP": group,
+                "PAGES_PER_BLOCK": pages,
+            },
+        )
+        for size, group, pages in ((32, 1, 6), (80, 16, 2), (96, 7, 8), (112, 4, 1), (192, 2, 3), (256, 8, 8))
+    },
     "decode that stops, blocks of 64 tokens": (
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16, "STOP_TILES": 8},
@@ -206,6 +230,15 @@ HOPPER = {
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": SKETCH}),
     "decode quarters": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": QUARTERS}),
+    "decode leveled quarters": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": LEVELED}),
+    "decode cluster, leveled quarters": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16, "RECORD": LEVELED},
+    ),
+    "decode leveled quarters until it stops": (
+        "sparse_decode/decode.cu",
+        DECODE | {"FUSED": 1, "CLUSTER": 4, "RECORD": LEVELED, "STOP_TILES": 64, "WRITTEN": 1},
+    ),
     "decode cluster, scores from memory": (
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "WARPS": 16},
@@ -346,7 +379,9 @@ def test_long_contexts_compile_for_gpus_with_little_shared_memory(name: str, arc
     check(CASES[name], architecture)
 
 
-@pytest.mark.parametrize("name", ["list cluster of 8", "count cluster of 8", "decode a list", "decode quarters"])
+@pytest.mark.parametrize(
+    "name", ["list cluster of 8", "count cluster of 8", "decode a list", "decode quarters", "decode leveled quarters"]
+)
 def test_clusters_compile_for_gpus_with_little_shared_memory(name: str) -> None:
     check(HOPPER[name], "sm_120")
 

@@ -7,6 +7,7 @@ import pytest
 from sparse_kernels.limits import MAX_K, DecodeShape, shared_bytes_of
 from sparse_kernels.sparse_decode.launches import (
     MOST_PAGES_AT_ONCE,
+    NO_CANDIDATES,
     Launch,
     in_pieces,
     launch_of,
@@ -51,6 +52,21 @@ def test_the_launch_follows_from_rows_and_shape(
     rows: int, shape: DecodeShape, record_bytes: int, expected: Launch
 ) -> None:
     assert launch_of(rows, shape, record_bytes, HOPPER) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        (8, NARROW, Launch(True, 8, 16, 1, most_fused=NO_CANDIDATES)),
+        (67, DecodeShape(4, 128, 1 << 16, 64), Launch(True, 1, 8, 2, most_fused=NO_CANDIDATES)),
+        (48, DecodeShape(4, 128, (1 << 16) + 8, 64), Launch(False, 2, 8, 1, listed=True, most_fused=NO_CANDIDATES)),
+    ],
+)
+def test_two_levels_have_no_candidates(rows: int, shape: DecodeShape, expected: Launch) -> None:
+    launch = launch_of(rows, shape, QUARTERS, HOPPER, leveled=True)
+    assert launch == expected
+    assert launch.candidates(shape) == 0
+    assert shared_bytes(launch, shape) <= shared_bytes_of(HOPPER)
 
 
 def test_without_clusters_a_row_has_one_block_that_does_not_score() -> None:

@@ -1,11 +1,14 @@
 """Scores in two levels: which pages are refined, and what the others have."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
+import sparse_kernels
 import torch
 from sparse_kernels.batch import DecodeBatch, PageSelection
-from sparse_kernels.page_score import reference, score_pages
+from sparse_kernels.page_score import levels, reference, score_pages
 from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, STRIPES, in_units, refined_pages
 from sparse_kernels.page_statistics import KINDS
 from support.paged import PagedBatch, make_batch
@@ -63,6 +66,12 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
         in_units(share)
     with pytest.raises(ValueError, match=message):
         PageSelection(1, refined=share).check()
+
+
+def test_the_decode_kernel_has_the_same_rule() -> None:
+    source = (Path(sparse_kernels.__file__).parent / "cuda" / "levels.cuh").read_text(encoding="utf-8")
+    for name in ("STRIPES", "FLAT_PAGES", "LEAST_OF_STRIPE", "SHARE_UNITS"):
+        assert re.findall(rf"\b{name} = (\d+)", source) == [str(getattr(levels, name))]
 
 
 def long_batch(num_kv_heads: int = 2, head_size: int = 64, block_size: int = 64) -> PagedBatch:

@@ -98,7 +98,7 @@ for kind in KINDS.values():
     projected = torch.zeros(3, 48, 128).bfloat16()
     query, key, value = projected.split([32, 8, 8], dim=1)
     write.write_cache(key, value, cache[:, :, :64], views, torch.zeros(3).long(), 8, None, None)
-    if kind.is_fused:
+    if kind.is_fused and not kind.is_leveled:
         continue
     table, lengths = torch.zeros(3, 400).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
@@ -209,7 +209,7 @@ def compiled(code: str, *arguments: str) -> int:
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(architecture: str) -> None:
-    of_decode = len(KINDS) + sum((not kind.is_fused) + kind.is_leveled for kind in KINDS.values())
+    of_decode = len(KINDS) + sum(2 * kind.is_leveled + (not kind.is_fused) for kind in KINDS.values())
     # Three head sizes, two forms.
     of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_rows, of_several, sizes = 4, 6, 2 if architecture == "80" else 4

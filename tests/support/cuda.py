@@ -37,6 +37,7 @@ class Case:
     format: str = "int8"
     kind: str = "mean_and_spread"
     queries: int = 1
+    refined: float = 1.0
     k: int | None = 64
     """None for every page, which needs attention that may stop."""
     dense_tokens: int = 0
@@ -49,6 +50,30 @@ class Case:
     seed: int = 0
 
 
+LEVELED = {
+    f"leveled{name}": Case(**{"kind": "leveled_quarters", "format": "int4", "refined": 0.25, "k": 128} | shape)
+    for name, shape in {
+        "": {"contexts": (8 * 2047 + 3, 8 * 2048, 8 * 2049 + 7, 40001, 1, 0)},
+        ", group of 16": {"contexts": (16392, 30003), "group": 16},
+        ", one head of 64, small blocks": {
+            "contexts": (16392, 30003), "num_kv_heads": 1, "group": 3, "head_size": 64, "block_size": 16, "refined": 0.1
+        },
+        ", heads of 80, blocks of 48": {"contexts": (20003,), "group": 1, "head_size": 80, "block_size": 48},
+        ", heads of 96, pages of 32": {
+            "contexts": (90003, 65600), "num_kv_heads": 1, "group": 7, "head_size": 96, "page_size": 32, "k": 32
+        },
+        ", heads of 256, one page to a block": {
+            "contexts": (40003,), "head_size": 256, "group": 2, "page_size": 16, "block_size": 16, "k": 64
+        },
+        ", heads of 192, blocks of 768": {"contexts": (20003,), "head_size": 192, "group": 4, "block_size": 768},
+        ", fp8 cache": {"contexts": (20003, 517), "block_size": 256, "eight_bit_cache": True},
+        ", three query tokens": {"contexts": (8 * 2049 + 1, 30003), "queries": 3},
+        ", routed": {"contexts": (20003, 517, 30003), "num_kv_heads": 4, "skipped": 0.5},
+        ", 1,024 pages": {"contexts": (60003, 20003), "k": 1024},
+        ", 65,536 pages": {"contexts": (524288, 70), "num_kv_heads": 1, "group": 2, "head_size": 64},
+    }.items()
+}  # fmt: skip
+"""Cases of contexts that are scored in two levels, and of others."""
 CASES = {
     "ragged": Case((3000, 517, 1, 4096, 700)),
     "page boundaries": Case((511, 512, 513, 519, 520, 521, 1024)),
@@ -73,6 +98,8 @@ CASES = {
             ", fp8 cache": {"contexts": (3000, 517, 4096), "block_size": 256, "eight_bit_cache": True},
         }.items()
     },
+    "leveled, short": Case((3000, 517, 1, 4096, 700), kind="leveled_quarters", format="int4", refined=0.25),
+    **{name: case for name, case in LEVELED.items() if max(case.contexts) < 100_000},
     "bounds": Case((3000, 517, 4096), kind="bounds"),
     "bounds, three query tokens": Case((3000, 517, 4096), kind="bounds", queries=3, head_size=64, format="bf16"),
     "bounds, group of 16": Case((3000, 517), kind="bounds", group=16, page_size=16, k=32, format="fp8"),
@@ -149,6 +176,9 @@ BEYOND = {
 LONG = {
     "65,536 pages and one": Case((524288, 524295, 524296, 524299, 70), num_kv_heads=1, group=2, head_size=64),
     "131,072 pages and one": Case((1048576, 1048584), num_kv_heads=2, head_size=32, kind="quarters", format="int4"),
+    "131,072 pages, leveled": Case(
+        (1048579, 900), num_kv_heads=1, head_size=64, kind="leveled_quarters", format="int4", refined=0.25, k=128
+    ),
     "131,072 pages, bounds": Case((1048579, 900), num_kv_heads=1, head_size=32, kind="bounds"),
     "131,072 pages, routed": Case((1048579, 900), num_kv_heads=2, head_size=32, skipped=0.5),
     "131,072 pages, two query tokens": Case((1048577, 900), num_kv_heads=1, head_size=32, queries=2),
@@ -240,7 +270,7 @@ class Inputs:
 
     def decode_arguments(self, case: Case, rule: StopRule | None = None) -> tuple[object, ...]:
         assert case.k is not None
-        selection = PageSelection(case.k, 1, 1 if case.statistics else 0, STD_WEIGHT)
+        selection = PageSelection(case.k, 1, 1 if case.statistics else 0, STD_WEIGHT, case.refined)
         return self.batch(case), self.kv(case), self.softmax(case), selection, self.routing, rule
 
     def split_arguments(self, case: Case, stopping: Stopping | None = None, splits: int = 64) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ typedef unsigned long long u64;
 #define SKETCH 4
 #define QUARTERS 5
 #define FP32 6
+#define LEVELED 7
 
 #define INFINITY_F __int_as_float(0x7f800000)
 
@@ -249,6 +250,20 @@ struct Cluster {
         uint4 v;
         asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address(local, peer)) : "memory");
+        return v;
+    }
+
+    static DEVICE u32 load(const u32* local, int peer) {
+        if constexpr (SIZE == 1) return *local;
+        u32 v;
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address(local, peer)) : "memory");
+        return v;
+    }
+
+    static DEVICE u16 load(const u16* local, int peer) {
+        if constexpr (SIZE == 1) return *local;
+        u16 v;
+        asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(v) : "r"(address(local, peer)) : "memory");
         return v;
     }
 

@@ -26,6 +26,8 @@ SINK_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 6}
 """Formats of learned sink logits, with the same numbers."""
 CODE_FORMATS = {2: 4, 4: 5}
 """Formats of codes, by bits per code, with the same numbers."""
+LEVELED_FORMAT = 7
+"""Format of leveled quarters, with the same numbers."""
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that the GPU reserves per thread block, from compute capability 8.0 on."""
 

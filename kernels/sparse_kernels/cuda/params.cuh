@@ -32,6 +32,7 @@ struct StatisticsParams {
     i64 block_stride;
     i64 head_stride;
     float std_weight;
+    int refined;        // Of leveled records: the share of a stripe that is scored whole, in units of 1/1024.
 };
 
 // The contexts of a batch of requests.

@@ -71,12 +71,12 @@ class StatisticsParams(ctypes.Structure):
 
     _fields_: ClassVar[_Fields] = [
         ("vectors", _Pointer), ("scales", _Pointer), ("spread", _Pointer), ("block_stride", _Long),
-        ("head_stride", _Long), ("std_weight", _Float),
+        ("head_stride", _Long), ("std_weight", _Float), ("refined", _Int),
     ]  # fmt: skip
 
     @classmethod
-    def of(cls, statistics: PageStatistics | None, std_weight: float) -> StatisticsParams:
-        """Takes the statistics of a cache; null pointers for None."""
+    def of(cls, statistics: PageStatistics | None, std_weight: float, refined: int = 0) -> StatisticsParams:
+        """Takes the statistics of a cache, null pointers for None, and the share of `levels.in_units`."""
         if statistics is None:
             return cls()
         vectors, scales = statistics.vectors, statistics.scales
@@ -85,7 +85,7 @@ class StatisticsParams(ctypes.Structure):
         finite = vectors if scales is None else scales
         spread = finite if statistics.spread is None else statistics.spread
         weight = std_weight if statistics.kind.has_spread else 0.0
-        return cls(pointer(vectors), pointer(scales), pointer(spread), block, head, weight)
+        return cls(pointer(vectors), pointer(scales), pointer(spread), block, head, weight, refined)
 
 
 class ContextParams(ctypes.Structure):

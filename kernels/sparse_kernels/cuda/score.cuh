@@ -84,22 +84,25 @@ DEVICE void rotate(float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
 // product is an exact integer, and no vector is converted. float8 vectors are multiplied in fp16, bf16 vectors in bf16.
 // A byte of a sketch holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the four-bit
 // codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is shifted back
-// after the dot product. Quarters have two rows, with their steps in place of the first two dimensions.
+// after the dot product. Quarters have two rows, with their steps in place of the first two dimensions. Leveled quarters
+// (levels.cuh) have four, and a byte of a row holds an even dimension and the next one: the query has all even dimensions
+// first.
 template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
     static constexpr int DIMS = padded(HEAD_SIZE);
-    static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS;
+    static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS || RECORD == LEVELED;
     static constexpr bool FIXED_POINT = RECORD == INT8 || CODES;
-    static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS;
+    static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS && RECORD != LEVELED;
     static constexpr bool HAS_SPREAD = !CODES;
-    static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
+    static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS || RECORD == LEVELED ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
     // 16-byte pieces of a vector that a lane holds.
     static constexpr int PIECES = DIMS * VECTOR_BYTES / 64;
     // Rows of codes of a record, and bits of a code.
-    static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
+    static constexpr int CODE_ROWS = RECORD == QUARTERS || RECORD == LEVELED ? 2 : 1;
+    static constexpr int CODE_BITS = RECORD == QUARTERS || RECORD == LEVELED ? 4 : 2;
     // Bytes of a vector or of a row of codes in memory, and the pieces of it that a lane holds.
     static constexpr int ROW_BYTES = HEAD_SIZE * VECTOR_BYTES / CODE_ROWS, ROW_PIECES = PIECES / CODE_ROWS;
     // Pieces of a query that a lane holds. All rows of codes use the same pieces.
@@ -129,6 +132,11 @@ struct ScoreQuery {
         if constexpr (RECORD == QUARTERS) {
             if (lane == 0) x[0] = x[1] = 0;
         }
+        if constexpr (RECORD == LEVELED) {
+#pragma unroll
+            for (int i = 0; i < PER_LANE; i++)
+                if (lane * PER_LANE + i < 4) x[i] = 0;
+        }
         float square = 0, largest = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -143,10 +151,16 @@ struct ScoreQuery {
         if (FIXED_POINT) step = largest / 32512.0f;
         if (RECORD == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
         float inverse = step > 0 ? 1.0f / step : 0.0f;
+        if constexpr (RECORD == LEVELED) {
+            // Rounded as Triton rounds.
+            step = __fdiv_rn(largest, 32512.0f);
+            inverse = step > 0 ? __fdiv_rn(1.0f, step) : 0.0f;
+        }
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int d = lane * PER_LANE + i;
+            if (RECORD == LEVELED) d = d % 2 * (DIMS / 2) + d / 2;
             if constexpr (FIXED_POINT) {
                 int fixed = max(-32512, min(32512, __float2int_rn(x[i] * inverse)));
                 sum += fixed;
@@ -297,6 +311,32 @@ struct ScoreQuery {
 // Tiles of eight pages that a warp scores at once: in the end one page per lane.
 constexpr int SCORE_TILES = 4;
 
+// Returns the largest score of any head, in bfloat16, of page `page_of_lane(lane)` of the tiles. A lane (g, t) has those
+// of head g for pages 2t and 2t+1 of each tile.
+template <int GROUP>
+DEVICE u16 best_of_heads(u32 (&best)[SCORE_TILES], int lane) {
+    int g = lane / 4;
+    // Heads are in lanes 4 apart. Lanes that no longer need the same tiles split them.
+    constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
+#pragma unroll
+    for (int bit = 0, count = SCORE_TILES; bit < 2; bit++, count /= 2) {
+        bool upper = g >> bit & 1;
+#pragma unroll
+        for (int i = 0; i < count / 2; i++) {
+            u32 retained = upper ? best[count / 2 + i] : best[i], passed = upper ? best[i] : best[count / 2 + i];
+            best[i] = retained;
+            if (DISTINCT >> bit > 1) best[i] = max_or_nan_bf16(retained, __shfl_xor_sync(FULL, passed, 4 << bit));
+        }
+    }
+    if (DISTINCT == 8) best[0] = max_or_nan_bf16(best[0], __shfl_xor_sync(FULL, best[0], 16));
+    return (u16)(g & 4 ? best[0] >> 16 : best[0]);
+}
+
+DEVICE int page_of_lane(int lane) {
+    int g = lane / 4, t = lane % 4;
+    return 16 * (g & 1) + 8 * (g >> 1 & 1) + 2 * t + (g >> 2);
+}
+
 // The data for a warp to score 32 consecutive pages. Block table and statistics are those of one row.
 template <int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreBatch {
@@ -366,7 +406,6 @@ struct ScoreBatch {
     // Calls `after(u)` when tile u has been scored.
     template <typename After, typename OfHeads>
     DEVICE u16 score(const Query& query, int lane, After after, OfHeads of_heads) {
-        int g = lane / 4;
         u32 best[SCORE_TILES];
 #pragma unroll
         for (int u = 0; u < SCORE_TILES; u++) {
@@ -390,27 +429,10 @@ struct ScoreBatch {
             }
             after(u);
         }
-        // The maximum is over the heads, which are in lanes 4 apart. Lanes that no longer need the same tiles split
-        // them.
-        constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
-#pragma unroll
-        for (int bit = 0, count = SCORE_TILES; bit < 2; bit++, count /= 2) {
-            bool upper = g >> bit & 1;
-#pragma unroll
-            for (int i = 0; i < count / 2; i++) {
-                u32 retained = upper ? best[count / 2 + i] : best[i], passed = upper ? best[i] : best[count / 2 + i];
-                best[i] = retained;
-                if (DISTINCT >> bit > 1) best[i] = max_or_nan_bf16(retained, __shfl_xor_sync(FULL, passed, 4 << bit));
-            }
-        }
-        if (DISTINCT == 8) best[0] = max_or_nan_bf16(best[0], __shfl_xor_sync(FULL, best[0], 16));
-        return (u16)(g & 4 ? best[0] >> 16 : best[0]);
+        return best_of_heads<GROUP>(best, lane);
     }
 
-    static DEVICE int place(int lane) {
-        int g = lane / 4, t = lane % 4;
-        return 16 * (g & 1) + 8 * (g >> 1 & 1) + 2 * t + (g >> 2);
-    }
+    static DEVICE int place(int lane) { return page_of_lane(lane); }
 };
 
 // For scores without numbers of single heads.

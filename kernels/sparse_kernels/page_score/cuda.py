@@ -12,7 +12,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
 from sparse_kernels.cuda.head_parts import parts_of, queries_in_parts
-from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, kernel
+from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, LEVELED_FORMAT, kernel
 from sparse_kernels.cuda.params import ContextParams, HeadParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
 
@@ -70,6 +70,8 @@ def launch_of(statistics: PageStatistics) -> Launch:
 def format_of(statistics: PageStatistics) -> int:
     """Returns the format of the vectors by the number that common.cuh gives it."""
     codes = statistics.kind.codes
+    if statistics.kind.is_leveled:
+        return LEVELED_FORMAT
     return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 
 

@@ -45,10 +45,12 @@ from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
 from sparse_kernels.page_lists import attended_pages, chosen_pages
 from sparse_kernels.page_score.cuda import format_of, launch_scores
+from sparse_kernels.page_score.levels import in_units
 from sparse_kernels.page_topk.cuda import list_pages, select_pages
 from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode.candidates import find_candidates
 from sparse_kernels.sparse_decode.launches import (
+    NO_CANDIDATES,
     Launch,
     fixed_bytes,
     in_pieces,
@@ -83,13 +85,16 @@ def sparse_decode(
     group_size = batch.group_size(cache.num_kv_heads)
     shape = DecodeShape(group_size, cache.head_size, max_pages, selection.k, rule is not None)
     capability = torch.cuda.get_device_capability(device)
+    leveled = statistics is not None and statistics.kind.is_leveled
     if launch is None:
         if in_pieces(shape, capability):
             decode_in_pieces(batch, cache, softmax, selection, routing, output)
             return
         record_bytes = 0 if statistics is None else statistics.vector_bytes
         rows = batch.num_tokens * cache.num_kv_heads
-        launch = launch_of(rows, shape, record_bytes, capability)
+        launch = launch_of(rows, shape, record_bytes, capability, leveled)
+    elif leveled:
+        launch = launch._replace(most_fused=NO_CANDIDATES)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
         launch = listed_if_long(launch._replace(fused=False), shape, MAX_PAGES, capability)
     if batch.pages is not None:
@@ -133,7 +138,7 @@ def sparse_decode(
     params = DecodeParams(
         QueryParams.of(batch.query, batch.query_scale),
         CacheParams.of(cache),
-        StatisticsParams.of(statistics, selection.std_weight),
+        StatisticsParams.of(statistics, selection.std_weight, in_units(selection.refined)),
         pointer(scores),
         0 if scores is None else scores.stride(1),
         ContextParams.of(batch),

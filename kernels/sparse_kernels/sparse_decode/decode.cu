@@ -2,6 +2,7 @@
 // through routing, scoring (or reads scores), selection (or reads a selection) and attention. No thread block waits for
 // those of another row.
 #include "hot.cuh"
+#include "levels.cuh"
 #include "merge.cuh"
 #include "route.cuh"
 #include "score.cuh"
@@ -32,6 +33,9 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 
 using Score = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
+// Records are scored in two levels. A thread block then has every CLUSTER-th block of the context.
+constexpr bool IN_LEVELS = FUSED && RECORD == LEVELED;
+using Leveled = Levels<RECORD, CLUSTER, WARPS, PAGES_PER_BLOCK, GROUP, HEAD_SIZE>;
 using Chained = ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE>;
 using Peers = Cluster<CLUSTER>;
 constexpr int PAGE_BYTES = PAGE_SIZE * 2 * HEAD_SIZE * Chained::Attend::KV_BYTES;
@@ -110,6 +114,7 @@ using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOC
 static_assert(2 * sizeof(typename Whole::Piece) <= sizeof(typename Chained::Values), "two pieces find no room");
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES == SK_FIXED_BYTES, "the host counts the shared memory of a block otherwise");
+static_assert(sizeof(typename Leveled::Scratch) <= sizeof(Shared::select.candidates), "scratch finds no room");
 static_assert(sizeof(typename Chained::Values) == SK_VALUES_BYTES, "the host counts the values of the chains otherwise");
 
 // One query token and KV head, for one thread block of its cluster.
@@ -177,7 +182,11 @@ struct Row {
 
     // Prefetches the statistics of pages [first, last). A launch with few rows waits for memory most of the time, and
     // one wait for all pages is shorter than several.
-    DEVICE void prefetch_statistics(int first, int last) const {
+    DEVICE void prefetch_statistics(int num_pages, int first, int last) const {
+        if constexpr (IN_LEVELS) {
+            Leveled::prefetch_records(p.statistics, head, at.table, num_pages, rank, thread, THREADS);
+            return;
+        }
         constexpr int LINES = ceil_div(PAGES_PER_BLOCK * Score::RECORD_BYTES, 128);
         int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
 #pragma unroll 2
@@ -196,16 +205,26 @@ struct Row {
         }
     }
 
-    // Scores this thread block's pages [first, last) into `keys`. Each thread block of the cluster has `share` pages.
+    // Scores this thread block's pages [first, last) into `keys`, or its blocks if IN_LEVELS. Each thread block of the
+    // cluster has `share` pages.
     DEVICE void score_pages(int num_pages, int padded, int first, int last, int share) const {
-        Score score;
-        score.load(shared.score, lane);
-        score_range<true, PAGES_PER_BLOCK>(score, Statistics(p.statistics, head), at.table, first, last, warp, WARPS,
-                                           lane, [&](int page, u16 bits) {
+        auto key_of = [&](int page, u16 bits) {
             bool always = page < p.selection.sink_pages || page >= num_pages - p.selection.recent_pages;
-            keys[page] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
-        });
-        if constexpr (CLUSTER > 1) {
+            return always ? KEY_ALWAYS : ordered_key(bits);
+        };
+        if constexpr (IN_LEVELS) {
+            auto& scratch = *(typename Leveled::Scratch*)shared.select.candidates;
+            Leveled::run(scratch, shared.score, p.statistics, head, at.table, num_pages, keys, rank, warp, lane, key_of);
+        } else {
+            Score score;
+            score.load(shared.score, lane);
+            score_range<true, PAGES_PER_BLOCK>(score, Statistics(p.statistics, head), at.table, first, last, warp, WARPS,
+                                               lane, [&](int page, u16 bits) { keys[page] = (u16)key_of(page, bits); });
+        }
+        if constexpr (IN_LEVELS && CLUSTER > 1) {
+            Peers::sync();
+            copy_blocks_of_peers(num_pages);
+        } else if constexpr (CLUSTER > 1) {
             // Each thread block copies its peers' keys and selects from the whole row.
             Peers::sync();
 #pragma unroll 1
@@ -216,6 +235,23 @@ struct Row {
             Peers::arrive();
         }
         __syncthreads();
+    }
+
+    // Copies the keys of the blocks of all peers.
+    DEVICE void copy_blocks_of_peers(int num_pages) const {
+        // As many keys are copied at once as are in one block.
+        constexpr int AT_ONCE = PAGES_PER_BLOCK % 8 == 0 ? 8 : PAGES_PER_BLOCK % 2 == 0 ? 2 : 1;
+#pragma unroll 1
+        for (int page = AT_ONCE * thread; page < num_pages; page += AT_ONCE * THREADS) {
+            int peer = page / PAGES_PER_BLOCK % CLUSTER;
+            if (peer == rank) continue;
+            if constexpr (AT_ONCE == 8) *(uint4*)(keys + page) = Peers::load((const uint4*)(keys + page), peer);
+            else if constexpr (AT_ONCE == 2) *(u32*)(keys + page) = Peers::load((const u32*)(keys + page), peer);
+            else keys[page] = Peers::load(keys + page, peer);
+        }
+        // A copy may have taken a key behind the last page.
+        __syncthreads();
+        if (thread < ceil_div(num_pages, 8) * 8 - num_pages) keys[num_pages + thread] = KEY_ABSENT;
     }
 
     // Reads the row's scores into `keys`.
@@ -241,11 +277,16 @@ struct Row {
 
     // Fills `selected` with the best pages, best first.
     DEVICE void select_best(int num_pages, int padded, int first, int last, int share) const {
-        shared.select.clear(thread);
+        if constexpr (!IN_LEVELS) shared.select.clear(thread);
         if (thread < padded - num_pages) keys[num_pages + thread] = KEY_ABSENT;
         __syncthreads();
         if constexpr (FUSED) score_pages(num_pages, padded, first, last, share);
         else read_scores(num_pages);
+        if constexpr (IN_LEVELS) {
+            // Until here its memory was scratch.
+            shared.select.clear(thread);
+            __syncthreads();
+        }
         select(padded, [](int page) { return page; });
     }
 
@@ -411,7 +452,7 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     int padded = ceil_div(num_pages, 8) * 8;
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
     int first = FUSED ? min(row.rank * share, num_pages) : 0, last = min(first + share, num_pages);
-    if (CLUSTER == 8 && scoring) row.prefetch_statistics(first, last);
+    if (CLUSTER == 8 && scoring) row.prefetch_statistics(num_pages, first, last);
     row.prepare_query(x, scoring);
     if constexpr (GIVEN) {
         if (!dense) row.k = row.read_given(num_pages);

@@ -61,6 +61,8 @@ class Launch(NamedTuple):
         return max(min(shape.max_pages, self.most_fused), candidates) if candidates else shape.max_pages
 
 
+NO_CANDIDATES = 1 << 62
+"""`Launch.most_fused` of a launch that scores every context, or none."""
 MOST_PAGES_AT_ONCE = MAX_K
 """The most pages of a row that one launch reads. A larger budget is cut into pieces, which more thread blocks than a
 cluster's read and another launch adds up. The bits differ, so the number is the same for all batches."""
@@ -92,7 +94,9 @@ _WIDE_RECORD_BYTES = 256
 _FEWER_WARPS = (32, 56)
 
 
-def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
+def launch_of(
+    num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int], leveled: bool = False
+) -> Launch:
     """Returns the launch of a batch.
 
     Args:
@@ -100,6 +104,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
         shape: the compiled shape.
         record_bytes: bytes of a page's vectors; 0 if nothing is scored.
         capability: compute capability of the GPU.
+        leveled: whether records are scored in two levels. A chunk of a context does not tell which pages are refined,
+            so there are no candidates.
 
     Raises:
         ValueError: for a stop rule without clusters, because one thread block has no room for the chains of a row.
@@ -121,6 +127,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
     if not record_bytes:
         return launch._replace(fused=False, listed=True)
+    if leveled:
+        return listed_if_long(launch._replace(most_fused=NO_CANDIDATES), shape, MAX_PAGES, capability)
     if launch.cluster == 1:
         launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
     while launch.candidates(shape) > _MOST_CANDIDATES and launch.chunk < _MOST_CHUNK:

@@ -239,8 +239,8 @@ class LeveledQuarters(StatisticsKind):
     triton_summary_keys = _quarters_from_levels
 
     @property
-    def runs_on_gpu(self) -> bool:
-        """See `StatisticsKind.runs_on_gpu`: kernels of its own score it."""
+    def is_fused(self) -> bool:
+        """See `StatisticsKind.is_fused`: the decode kernel scores both levels."""
         return True
 
     @staticmethod
