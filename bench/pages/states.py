@@ -62,15 +62,16 @@ def storm() -> Block:
         for path in sorted(folder.glob("*.jsonl")):
             (row,) = read_run(path).rows
             phases = [row[name] for name in ("quiet_again", "storm")]
+            times = " / ".join(f"{phase['ms_per_token_median']:.0f}" for phase in phases)
             changed = (f"{phase['changed_too_far']:,} of {phase['answers']:,}" for phase in phases)
             lines.append([
                 place, row["backend"], str(row["clients"]), str(row["hostile_clients"]), f"{row['minutes']:g}",
-                f"{sum(row['requests'].values()):,}", *changed, f"{row['ratio_median']:.1f}", str(row["preemptions"]),
-                str(row["leaked_blocks"]), str(len(row["faults"])),
+                f"{sum(row['requests'].values()):,}", *changed, times, f"{row['ratio_median']:.1f}",
+                str(row["preemptions"]), str(row["leaked_blocks"]), str(len(row["faults"])),
             ])  # fmt: skip
             sources.append(path)
     names = [
-        "server", "backend", "well-behaved clients", "hostile clients", "minutes", "hostile requests",
-        "changed without them", "changed with them", "time per token, ratio", "preemptions", "lost blocks", "faults",
+        "server", "backend", "clients", "hostile", "minutes", "hostile requests", "changed without", "changed with",
+        "ms per token", "ratio", "preemptions", "lost blocks", "faults",
     ]  # fmt: skip
     return Block(table(names, lines), sources)

@@ -109,7 +109,10 @@ def measure_batch(
         least: tokens of each prompt that must come from the cache for a time to count.
     """
 
+    reads: list[tuple[float, int]] = []
+
     def seconds(tokens: int) -> float:
+        reads.append(host_reads())
         begin = time.perf_counter()
         cached = generate(prompts, tokens)
         end = time.perf_counter()
@@ -120,10 +123,9 @@ def measure_batch(
     begin = time.perf_counter()
     generate(prompts, 1)
     prefill = time.perf_counter() - begin
-    return {
-        **time_tokens(seconds, settings.new_tokens, settings.repeats),
-        "prefill_seconds": round(prefill, 3),
-    }
+    times = time_tokens(seconds, settings.new_tokens, settings.repeats)
+    # The first call is the warm-up.
+    return {**times, **host_share(reads[1], host_reads()), "prefill_seconds": round(prefill, 3)}
 
 
 def host_reads() -> tuple[float, int]:
@@ -188,9 +190,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
                     write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
                     continue
                 asked = [prompt[:length] for prompt in prompts[:batch]]
-                before = host_reads()
                 measured = measure_batch(generate, asked, settings, length - block_size)
-                measured |= host_share(before, host_reads())
                 kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
                 found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
                 write(found)

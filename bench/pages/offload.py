@@ -1,0 +1,72 @@
+"""Blocks about offloading: times of decode steps and of first tokens, and the pages read from host memory."""
+
+from __future__ import annotations
+
+from bench.common.options import size_text
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, read_run
+
+FOLDER = RESULTS / "h200" / "offload"
+STEPS = {
+    "FlashAttention 3, all in GPU memory": FOLDER / "flash_attn.jsonl",
+    "`unique`, all in GPU memory": FOLDER / "unique.jsonl",
+    "`unique_offload`, room for all pages": FOLDER / "copies_100.jsonl",
+    "`unique_offload`, `hot_pages` 4": FOLDER / "copies_4.jsonl",
+    "`unique_offload`, `hot_pages` 0": FOLDER / "no_copies.jsonl",
+}
+"""Result files of decode steps."""
+FIRST_TOKENS = {
+    "`unique`": FOLDER / "first_token_unique.jsonl",
+    "`unique_offload`": FOLDER / "first_token_offload.jsonl",
+}
+HOST_READS = FOLDER / "host_reads.jsonl"
+
+
+def steps() -> Block:
+    """Times of decode steps, and the share of their pages that came over the bus."""
+    lines, batches = [], (1, 6)
+    for name, path in STEPS.items():
+        rows = {row["batch"]: row for row in read_run(path).rows if row["context_tokens"] == 1 << 17}
+        cells = []
+        for batch in batches:
+            row = rows.get(batch, {})
+            share = row.get("host_read_share")
+            cells.append(f"{row['ms_per_token']:.2f}" if row else "-")
+            cells.append("-" if share is None else f"{share:.0%}")
+        lines.append([name, *cells])
+    heads = ["keys and values"]
+    for batch in batches:
+        heads += [f"{batch} x 128K, ms", "from the host"]
+    return Block(table(heads, lines), list(STEPS.values()))
+
+
+def first_tokens() -> Block:
+    """Times to first token, with and without a prefix hit."""
+    found = {
+        name: {(row["measurement"], row["context_tokens"]): row for row in read_run(path).rows}
+        for name, path in FIRST_TOKENS.items()
+    }
+    base, other = found.values()
+    lines = []
+    for (measurement, context), row in base.items():
+        hit = f", {row['cached_tokens']:,} of them cached" if measurement == "prefix_hit" else ""
+        seconds, slower = row["seconds_median"], other[measurement, context]["seconds_median"]
+        lines.append([f"{size_text(context)}{hit}", f"{seconds:.2f}", f"{slower:.2f}", f"{slower / seconds:.2f}"])
+    return Block(table(["prompt", *(f"{name}, s" for name in found), "ratio"], lines), list(FIRST_TOKENS.values()))
+
+
+def host_reads() -> Block:
+    """The share of pages from the host on real texts, by budget and copies."""
+    rows = read_run(HOST_READS).rows
+    copies = sorted({row["copies_tokens"] for row in rows})
+    shares = {(row["text"], row["budget_tokens"], row["copies_tokens"]): row["host_read_share"] for row in rows}
+    lines = []
+    for text, tokens, budget in dict.fromkeys(
+        (row["text"], row["prompt_tokens"], row["budget_tokens"]) for row in rows
+    ):
+        cells = [shares.get((text, budget, size)) for size in copies]
+        kind = text.partition(",")[0]
+        lines.append([kind, f"{tokens:,}", f"{budget:,}", *("-" if cell is None else f"{cell:.1%}" for cell in cells)])
+    return Block(
+        table(["text", "tokens", "budget", *(f"{size:,} tokens of copies" for size in copies)], lines), [HOST_READS]
+    )
