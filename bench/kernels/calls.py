@@ -44,11 +44,18 @@ def write(write_cache: Any, inputs: DecodeInputs) -> Call:
     return call
 
 
+def _refined(inputs: DecodeInputs) -> dict[str, float]:
+    """The share of refined pages, for statistics that have levels."""
+    return {"refined": inputs.geometry.refined} if inputs.statistics.kind.is_leveled else {}
+
+
 def score(loaded: list[Any], inputs: DecodeInputs) -> Call:
     """The scores of all complete pages."""
     (score_pages,) = loaded
-    num_pages, std_weight = inputs.num_pages, inputs.geometry.std_weight
-    return lambda: score_pages(inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, std_weight)
+    num_pages, std_weight, refined = inputs.num_pages, inputs.geometry.std_weight, _refined(inputs)
+    return lambda: score_pages(
+        inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, std_weight, **refined
+    )
 
 
 def attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
@@ -184,8 +191,9 @@ def separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
     def call() -> Any:
         write_step()
         scores = score_pages(
-            inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight
-        )
+            inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight,
+            **_refined(inputs),
+        )  # fmt: skip
         pages = select_pages(scores, num_pages, geometry.k, geometry.sink_pages, geometry.recent_pages)
         return attend_pages(tokens, cache, pages, softmax)
 

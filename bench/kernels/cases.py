@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from sparse_kernels.batch import PageSelection
 from sparse_kernels.block_prefill import BlockRule
@@ -13,7 +13,11 @@ from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
 from bench.common.options import GridRow, parse_grid, size_text
 
-DEFAULT_FORMAT: RecordFormat = "int4"
+Statistics = RecordFormat | Literal["leveled"]
+"""Statistics of a case: a format says which kind; `leveled` is quarters in two levels."""
+DEFAULT_FORMAT: Statistics = "int4"
+FORMATS: tuple[Statistics, ...] = ("int4", "leveled", "int8", "int2", "fp8", "bf16")
+_LEVELED = "leveled_quarters"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Geometry:
     sink_pages: int = 1
     recent_pages: int = 1
     std_weight: float = 0.75
+    refined: float = 0.25
+    """Share of a long row's pages that leveled statistics score whole."""
     dense_tokens: int = BlockRule.dense_tokens
     """Tokens of a prompt before this position are dense."""
 
@@ -39,19 +45,22 @@ class Geometry:
     @property
     def selection(self) -> PageSelection:
         """The pages that a decode step reads."""
-        return PageSelection(self.k, self.sink_pages, self.recent_pages, self.std_weight)
+        return PageSelection(self.k, self.sink_pages, self.recent_pages, self.std_weight, self.refined)
 
     @property
     def scale(self) -> float:
         """Factor of the logits."""
         return float(self.head_size**-0.5)
 
-    def layout(self, statistics: RecordFormat) -> StatisticsLayout:
+    def layout(self, statistics: Statistics) -> StatisticsLayout:
         """The layout of the statistics of a block; the cache is bfloat16."""
+        if statistics == "leveled":
+            kind = KINDS[_LEVELED]
+            return StatisticsLayout(self.page_size, self.head_size, kind.formats[0], kind=kind)
         kind = next(kind for kind in KINDS.values() if statistics in kind.formats)
         return StatisticsLayout(self.page_size, self.head_size, statistics, kind=kind)
 
-    def block_elements(self, statistics: RecordFormat) -> int:
+    def block_elements(self, statistics: Statistics) -> int:
         """Elements of a block, statistics included."""
         rows = self.block_size + self.layout(statistics).rows(self.block_size)
         return self.num_kv_heads * rows * 2 * self.head_size
@@ -65,8 +74,8 @@ class DecodeCase:
     context: int
     group: int
     """Query heads per KV head."""
-    format: RecordFormat = DEFAULT_FORMAT
-    """The format of page statistics: `int4` is quarters, `int2` sketches, other formats means."""
+    format: Statistics = DEFAULT_FORMAT
+    """The page statistics: `int4` is quarters, `leveled` quarters in two levels, `int2` sketches, others means."""
     tokens: int = 1
     """Query tokens of each request: the newest of its context."""
 
@@ -106,7 +115,7 @@ class PrefillCase:
     chunk: int
     """Query tokens; a multiple of the block size."""
     group: int
-    format: RecordFormat = DEFAULT_FORMAT
+    format: Statistics = DEFAULT_FORMAT
 
     @property
     def name(self) -> str:
@@ -167,7 +176,7 @@ class Grid:
     steps: Sequence[GridRow] = parse_grid(["2K,8K,32K,128K,512K=1,4,8,32"])
     """Contexts and batches of decode steps."""
     groups: Sequence[int] = (4, 8, 1)
-    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
+    formats: Sequence[Statistics] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
     prompts: Sequence[int] = (131072, 32768)
@@ -203,7 +212,7 @@ class Grid:
                 plan += [("score", case) for group in self.groups for case in self._decode_cases(group, other)]
         return plan
 
-    def _decode_cases(self, group: int, statistics: RecordFormat) -> list[DecodeCase]:
+    def _decode_cases(self, group: int, statistics: Statistics) -> list[DecodeCase]:
         steps = sorted((batch, row.context) for row in self.steps for batch in row.batches if batch is not None)
         return [DecodeCase(batch, context, group, statistics) for batch, context in steps]
 

@@ -59,8 +59,12 @@ def scores(inputs: DecodeInputs, calls: Calls) -> None:
     for name, call in calls.items():
         actual = call()[rows].float()
         for row, pages in enumerate(inputs.num_pages[rows].tolist()):
-            wanted = expected[row, :, :pages]
-            error = (actual[row, :, :pages] - wanted).abs()
+            wanted, found = expected[row, :, :pages], actual[row, :, :pages]
+            if inputs.statistics.kind.is_leveled:
+                # Pages that are not refined have no score.
+                wanted = wanted.masked_fill(found == -torch.inf, 0)
+                found = found.masked_fill(found == -torch.inf, 0)
+            error = (found - wanted).abs()
             allowed = _BF16_STEP * wanted.abs() + 1e-4 * wanted.abs().max()
             if not bool((error <= allowed).all()):
                 raise CheckError(f"{name}: a score of request {rows[row]} is off by {_largest(error):.3g}")
@@ -116,7 +120,9 @@ def sparse_decode(inputs: DecodeInputs, calls: Calls, skipped: torch.Tensor | No
     with needles(inputs, rows):
         lengths = inputs.num_pages[rows]
         table = inputs.block_table[rows].long()
-        found = score_pages(inputs.grouped_query[rows], inputs.statistics, table, lengths, geometry.std_weight)
+        found = score_pages(
+            inputs.grouped_query[rows], inputs.statistics, table, lengths, geometry.std_weight, geometry.refined
+        )
         pages = select_pages(found, lengths, geometry.k, geometry.sink_pages, geometry.recent_pages)
         expected = _attend(inputs, rows, pages)
         for name, call in calls.items():

@@ -14,7 +14,7 @@ import typer
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_grid, parse_names, parse_sizes
 from bench.common.results import ResultFile, Run
-from bench.kernels.cases import OPS, QUICK, Case, Geometry, Grid, TopKCase
+from bench.kernels.cases import FORMATS, OPS, QUICK, Case, Geometry, Grid, TopKCase
 from bench.kernels.report import print_results, read_results
 from bench.kernels.runner import LEFT_OUT, MEASURED, Runner, is_broken
 from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
@@ -22,12 +22,18 @@ from vllm_sparse_plugin.errors import ConfigurationError
 
 _RESERVED_BYTES = 10 << 30
 """Device memory outside the cache: float32 copies of the references, workspaces, graphs."""
-_FORMATS = ("svg", "png")
+_IMAGES = ("svg", "png")
 
 app = make_app("Measure the kernels on a GPU, and the rivals of each.")
 
 
-def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups: list[str] | None) -> Grid:
+def grid_of(
+    quick: bool,
+    only: list[str] | None,
+    grid: list[str] | None,
+    groups: list[str] | None,
+    formats: list[str] | None = None,
+) -> Grid:
     """The default or the quick grid, changed by the options.
 
     Raises:
@@ -37,6 +43,7 @@ def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups:
         "ops": parse_names("only", only, OPS) if only else None,
         "steps": parse_grid(grid, largest=False) if grid else None,
         "groups": parse_sizes("groups", groups) if groups else None,
+        "formats": parse_names("formats", formats, FORMATS) if formats else None,
     }
     return replace(QUICK if quick else Grid(), **{name: value for name, value in given.items() if value})
 
@@ -58,6 +65,10 @@ def run(
     groups: Annotated[
         list[str] | None, typer.Option(help="Query heads per KV head, most important first. Default: 4,8,1.")
     ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(FORMATS)}. Whole decode steps are measured with the first two."),
+    ] = None,
     budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = Geometry.k,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
     time_limit: TimeLimit = 480,
@@ -69,7 +80,7 @@ def run(
     Exits with 1 if a provider is wrong or crashes, or if an operation of this project is missing.
     """
     deadline = time.monotonic() + time_limit
-    cases = grid_of(quick, only, grid, groups)
+    cases = grid_of(quick, only, grid, groups, formats)
     if not torch.cuda.is_available():
         raise ConfigurationError(
             "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
@@ -124,11 +135,11 @@ def table(results: Annotated[Path, typer.Argument(help="JSON lines written by `r
 def plot(
     results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")],
     folder: Annotated[Path, typer.Option(help="Folder of the figures.")],
-    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_FORMATS)}. Default: both.")] = None,
+    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_IMAGES)}. Default: both.")] = None,
 ) -> None:
     """Draw the figures of a result file."""
     from bench.kernels.plots import draw
 
-    suffixes = parse_names("formats", formats or _FORMATS, _FORMATS)
+    suffixes = parse_names("formats", formats or _IMAGES, _IMAGES)
     for file in draw(read_results(results), folder, suffixes):
         typer.echo(file.name)

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from sparse_kernels.limits import MAX_K
-from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
+from sparse_kernels.page_statistics import STATISTICS_FORMATS
 from sparse_kernels.stopping import StopRule
 
 from bench.kernels import calls, checks, prefill, rivals, traffic
 from bench.kernels.calls import Call, imported
-from bench.kernels.cases import Case, DecodeCase, Geometry
+from bench.kernels.cases import Case, DecodeCase, Geometry, Statistics
 from bench.kernels.workload import DecodeInputs, PrefillInputs, Workload
 
 Inputs = TypeVar("Inputs")
@@ -41,7 +41,7 @@ class Provider(Generic[Inputs]):
     check: Callable[[Inputs, checks.Calls], None]
     traffic: Callable[[Any, Geometry], int]
     """Bytes of a case."""
-    formats: Sequence[RecordFormat] | None = None
+    formats: Sequence[Statistics] | None = None
     """Formats of statistics that it can read; None for all, or without statistics."""
 
     def serves(self, case: Case) -> bool:

@@ -5,6 +5,8 @@ A rival is charged for the same bytes: intermediate results of several launches 
 
 from __future__ import annotations
 
+from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, STRIPES
+
 from bench.kernels.cases import DecodeCase, Geometry, PrefillCase, TopKCase
 
 _BF16 = 2
@@ -28,11 +30,21 @@ def _complete_pages(case: DecodeCase, geometry: Geometry) -> int:
     return sum(length // geometry.page_size for length in case.lengths(geometry))
 
 
+def _scored_bytes(case: DecodeCase, geometry: Geometry) -> int:
+    """Statistics that scoring reads: all, or of leveled ones the first vectors and the refined records."""
+    pages, record = _complete_pages(case, geometry), _record_bytes(case, geometry)
+    if not geometry.layout(case.format).kind.is_leveled:
+        return pages * record
+    counts = [length // geometry.page_size for length in case.lengths(geometry)]
+    least = STRIPES * LEAST_OF_STRIPE
+    refined = sum(count if count <= FLAT_PAGES else max(least, round(geometry.refined * count)) for count in counts)
+    return (pages * record + 3 * refined * record) // 4
+
+
 def score(case: DecodeCase, geometry: Geometry) -> int:
     """Statistics and query in, bfloat16 scores out."""
-    pages = _complete_pages(case, geometry)
-    scores = pages * geometry.num_kv_heads * _BF16
-    return pages * _record_bytes(case, geometry) + _query_bytes(case, geometry) + scores
+    scores = _complete_pages(case, geometry) * geometry.num_kv_heads * _BF16
+    return _scored_bytes(case, geometry) + _query_bytes(case, geometry) + scores
 
 
 def topk(case: TopKCase, geometry: Geometry) -> int:
@@ -73,8 +85,7 @@ def copy(case: DecodeCase, geometry: Geometry) -> int:
 
 def sparse(case: DecodeCase, geometry: Geometry) -> int:
     """Scoring, selecting and attending without writing scores or page numbers to memory."""
-    statistics = _complete_pages(case, geometry) * _record_bytes(case, geometry)
-    return statistics + selected_tokens(case, geometry)
+    return _scored_bytes(case, geometry) + selected_tokens(case, geometry)
 
 
 def decode(case: DecodeCase, geometry: Geometry) -> int:

@@ -11,11 +11,11 @@ from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
-from sparse_kernels.page_statistics import PageStatistics, RecordFormat
+from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
-from bench.kernels.cases import CacheCase, Case, DecodeCase, Geometry, PrefillCase, TopKCase
+from bench.kernels.cases import CacheCase, Case, DecodeCase, Geometry, PrefillCase, Statistics, TopKCase
 
 _FILL_BLOCKS = 1024
 """Blocks filled at a time. Computing their statistics takes a few hundred megabytes."""
@@ -158,7 +158,7 @@ class Workload:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._memory = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._cache = self._memory
-        self._format: RecordFormat | None = None
+        self._format: Statistics | None = None
         self._order = torch.randperm(max_blocks, generator=self._generator, device=device).int()
 
     def cache_bytes(self, case: CacheCase) -> int:
@@ -242,7 +242,7 @@ class Workload:
     def _token_rows(self) -> torch.Tensor:
         return self._cache[:, :, : self.geometry.block_size]
 
-    def _statistics(self, statistics: RecordFormat) -> PageStatistics:
+    def _statistics(self, statistics: Statistics) -> PageStatistics:
         block_size = self.geometry.block_size
         return self.geometry.layout(statistics).views(self._cache[:, :, block_size:], block_size)
 
@@ -269,7 +269,7 @@ class Workload:
         pages = pages.masked_fill(pages == width, -1)
         return torch.nn.functional.pad(pages, (0, geometry.k - pages.shape[-1]), value=-1).int()
 
-    def _lay_out(self, statistics: RecordFormat) -> None:
+    def _lay_out(self, statistics: Statistics) -> None:
         """Fills every block with random keys and values, and computes their statistics."""
         if statistics == self._format:
             return
@@ -286,7 +286,7 @@ class Workload:
             self._fill(self._cache[begin : begin + _FILL_BLOCKS], statistics)
         self._format = statistics
 
-    def _fill(self, part: torch.Tensor, statistics: RecordFormat) -> None:
+    def _fill(self, part: torch.Tensor, statistics: Statistics) -> None:
         geometry = self.geometry
         part.normal_(generator=self._generator)
         keys = PagedTensor.from_rows(part[:, :, : geometry.block_size, : geometry.head_size], geometry.page_size)

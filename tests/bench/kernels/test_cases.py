@@ -32,6 +32,7 @@ def test_names_follow_the_grammar_of_vllm():
     assert DecodeCase(8, 32768, 4).name == "8q1s32K g4"
     assert DecodeCase(8, 32768, 4, tokens=9).name == "8q9s32K g4"
     assert DecodeCase(8, 32768, 4, "fp8").name == "8q1s32K g4 fp8"
+    assert DecodeCase(8, 32768, 4, "leveled").name == "8q1s32K g4 leveled"
     assert PrefillCase(131072, 8192, 4).name == "1q8Ks128K g4"
 
 
@@ -154,3 +155,20 @@ def statistics_scores(inputs):
 
     table = inputs.block_table.long()
     return reference.score_pages(inputs.grouped_query, inputs.statistics, table, inputs.num_pages, 0.75)
+
+
+def test_two_levels_are_charged_for_what_they_read():
+    geometry = Geometry()
+    record = 8 * 256
+    sixteen, flat = 131072 // 8, 2048
+
+    def scored(pages: int) -> int:
+        case = DecodeCase(1, 8 * pages, 4, "leveled")
+        return traffic.score(case, geometry) - pages * 8 * 2 - 4 * 8 * 128 * 2
+
+    assert scored(flat) == flat * record
+    assert scored(flat + 8) == ((flat + 8) * record + 3 * 1024 * record) // 4
+    assert scored(sixteen) == (sixteen * record + 3 * sixteen // 4 * record) // 4
+    assert traffic.decode(DecodeCase(1, 131072, 4), geometry) - traffic.decode(
+        DecodeCase(1, 131072, 4, "leveled"), geometry
+    ) == sixteen * record - scored(sixteen)

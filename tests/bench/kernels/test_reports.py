@@ -112,6 +112,8 @@ def test_options_replace_parts_of_the_grid():
         (1, 32768), (2, 2048), (2, 8192), (4, 32768)
     ]  # fmt: skip
     assert grid_of(False, None, None, None) == Grid()
+    both = grid_of(False, ["decode"], ["128K=1"], ["4"], ["leveled,int4"]).plan()
+    assert [case.format for _, case in both] == ["leveled", "int4"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,7 @@ def test_options_replace_parts_of_the_grid():
         (["run", "--output", "x", "--grid", "2M=1"], "got '2M=1', allowed: CONTEXT=BATCH,..."),
         (["run", "--output", "x", "--grid", "2K=max"], "got '2K=max', allowed: CONTEXT=BATCH,..."),
         (["run", "--output", "x", "--groups", "2M"], "got '2M', allowed: positive integers"),
+        (["run", "--output", "x", "--formats", "int3"], "got 'int3', allowed: int4, leveled, int8, int2, fp8, bf16"),
         (["run", "--output", "x", "--time-limit", "0"], "Invalid value for '--time-limit'"),
         (["run", "--output", "x"], "no CUDA device"),
         (["run"], "--output"),
