@@ -121,7 +121,9 @@ def test_other_kinds_ignore_the_share() -> None:
     assert torch.equal(reference.score_pages(*arguments, 0.25), reference.score_pages(*arguments))
 
 
-UNWRITTEN = 7.0
+def unwritten(width: int) -> torch.Tensor:
+    """What rows of scores hold before: different numbers, so that none of them may matter."""
+    return (torch.arange(width) % 97).bfloat16()
 
 
 def triton_scores(
@@ -130,7 +132,7 @@ def triton_scores(
     from sparse_kernels.page_score.cuda import launch_scores
 
     width = batch.block_table.shape[1] * batch.statistics.pages_per_block
-    scores = torch.full((len(query), query.shape[1], width), UNWRITTEN).bfloat16()
+    scores = unwritten(width).repeat(len(query), query.shape[1], 1)
     # A slice of a wider tensor, as vLLM's query is.
     wide = torch.cat([query.flatten(1, 2), torch.full_like(query[:, 0], torch.nan)], dim=1)
     requests = DecodeBatch(wide[:, : query.shape[1] * query.shape[2]], batch.block_table.int(), lengths.int())
@@ -149,6 +151,31 @@ def first_scores(monkeypatch: pytest.MonkeyPatch, *arguments) -> torch.Tensor:
     with monkeypatch.context() as patched:
         patched.setattr(leveled_triton, "_refine", Nothing())
         return triton_scores(*arguments)
+
+
+def assert_unwritten(scores: torch.Tensor, row: int, pages: int) -> None:
+    expected = unwritten(scores.shape[2])[pages:].expand(scores.shape[1], -1)
+    assert torch.equal(scores[row, :, pages:], expected), "written beyond a row's pages"
+
+
+def exact_scores(query: torch.Tensor, batch: PagedBatch, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and whole scores `[num_kv_heads, num_pages]` bfloat16: integers, then one float32 rounding after another.
+
+    Args:
+        query: `[num_kv_heads, group_size, head_size]`.
+    """
+    blocks = batch.block_table[request, : -(-int(batch.num_pages[request]) // batch.statistics.pages_per_block)]
+    codes, steps, _ = batch.statistics.records(blocks)
+    query = query.float()
+    query[..., :4] = 0
+    unit = query.abs().amax(dim=-1, keepdim=True) / 32512
+    fixed = (query * (1 / unit)).round()
+    # Twice a code is an odd integer. Sums of integers below 2^53 are exact in float64.
+    sums = torch.einsum("hgd,hpvd->hgpv", fixed.double(), 2 * codes.double())
+    m, u, v, w = ((sums.float() * (unit * 0.5)[..., None]) * steps[:, None]).unbind(dim=-1)
+    whole = m + torch.maximum(u + v.abs(), w.abs() - u)
+    pages = int(batch.num_pages[request])
+    return tuple(part.bfloat16().amax(dim=1)[:, :pages] for part in (m, whole))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -183,7 +210,7 @@ def test_triton_refines_what_the_rule_says(
     first = first_scores(monkeypatch, batch, query, 0.25, batch.num_pages)
     expected = reference.score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.0)
     for request, count in enumerate(pages):
-        assert leveled[request, :, count:].eq(UNWRITTEN).all(), "written beyond a row's pages"
+        assert_unwritten(leveled, request, count)
         kept = torch.ones(num_kv_heads, count, dtype=torch.bool)
         if count > FLAT_PAGES:
             kept = refined_pages(first[request, :, :count], block_size // 8, 0.25)
@@ -195,6 +222,10 @@ def test_triton_refines_what_the_rule_says(
                 first[request, :, :count],
                 torch.einsum("hgd,hpd->hgp", query[request].float(), means).amax(dim=1),
             )
+        if count:
+            of_means, of_records = exact_scores(query[request], batch, request)
+            assert torch.equal(leveled[request, :, :count], of_records.masked_fill(~kept, -torch.inf))
+            assert count <= FLAT_PAGES or torch.equal(first[request, :, :count], of_means)
         assert torch.equal(leveled[request, :, :count] > -torch.inf, kept)
         if count:
             assert_close(leveled[request, :, :count][kept], expected[request, :, :count][kept])
@@ -222,7 +253,7 @@ def test_triton_finds_the_pages_of_several_query_tokens() -> None:
         kept = actual[token, :, :pages] > -torch.inf
         assert kept.all() == (pages <= FLAT_PAGES)
         assert_close(actual[token, :, :pages][kept], expected[token, :, :pages][kept])
-        assert actual[token, :, pages:].eq(UNWRITTEN).all()
+        assert_unwritten(actual, token, pages)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -237,4 +268,4 @@ def test_triton_scores_no_group_that_is_skipped(monkeypatch) -> None:
     monkeypatch.setattr(leveled_triton, "_KEYS", 64)
     skipped = torch.tensor([[0, 1]], dtype=torch.uint8)
     some = triton_scores(batch, query, 0.25, batch.num_pages, skipped=skipped)
-    assert torch.equal(some, torch.where(skipped.bool()[..., None], UNWRITTEN, every))
+    assert torch.equal(some, torch.where(skipped.bool()[..., None], unwritten(every.shape[2]), every))
