@@ -58,8 +58,9 @@ def test_the_launch_follows_from_rows_and_shape(
     ("rows", "shape", "expected"),
     [
         (8, NARROW, Launch(True, 8, 16, 1, most_fused=NO_CANDIDATES)),
-        (67, DecodeShape(4, 128, 1 << 16, 64), Launch(True, 1, 8, 2, most_fused=NO_CANDIDATES)),
-        (48, DecodeShape(4, 128, (1 << 16) + 8, 64), Launch(False, 2, 8, 1, listed=True, most_fused=NO_CANDIDATES)),
+        (48, NARROW, Launch(True, 2, 16, 1, most_fused=NO_CANDIDATES)),
+        (67, DecodeShape(4, 128, 1 << 16, 64), Launch(True, 1, 16, 1, most_fused=NO_CANDIDATES)),
+        (48, DecodeShape(4, 128, (1 << 16) + 8, 64), Launch(False, 2, 16, 1, listed=True, most_fused=NO_CANDIDATES)),
     ],
 )
 def test_two_levels_have_no_candidates(rows: int, shape: DecodeShape, expected: Launch) -> None:

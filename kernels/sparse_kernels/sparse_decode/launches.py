@@ -90,7 +90,7 @@ _MOST_CANDIDATES, _MOST_CHUNK = 1 << 14, 1 << 13
 _WIDE_RECORD_BYTES = 256
 # With wide records, more rows than the first number take half as many warps with twice the registers: the number of
 # loads in flight stays, and more cache is free. More rows than the second number take half as many warps and two thread
-# blocks per multiprocessor.
+# blocks per multiprocessor. In two levels a thread block reads less at once, and keeps its warps.
 _FEWER_WARPS = (32, 56)
 
 
@@ -122,7 +122,7 @@ def launch_of(
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
     fewest, most = _FEWER_WARPS
-    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
+    if not shape.stopping and not leveled and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
         launch = launch._replace(warps=8, blocks_per_sm=1 if wide or num_rows <= most else 2)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
     if not record_bytes:
