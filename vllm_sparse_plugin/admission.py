@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sparse_kernels.limits import (
     FLOAT8_STATISTICS,
+    MAX_PAGES,
     MIN_CAPABILITY,
     PAGES_READ,
     STOP_RULE,
@@ -343,6 +344,14 @@ def _expect_cuda_shapes(
         layout = selector.statistics_layout(head_size, 2)
         served = layout is None or layout.kind.runs_on_gpu
         expect(served, "selection.policy", selector.name(), "one whose page statistics have a Triton form, on a GPU")
+        # Longer contexts would take launches that are slower than those of quarters.
+        longest, leveled = MAX_PAGES * selector.page_size, layout is not None and layout.kind.is_leveled
+        expect(
+            not leveled or max_model_len <= longest,
+            "max_model_len",
+            max_model_len,
+            f"up to {longest} with statistics in two levels, or quarters",
+        )
         shape = DecodeShape(
             group,
             head_size,

@@ -178,6 +178,18 @@ def test_settings_at_the_wrong_place_are_refused_with_a_backend_of_ours_alone(ke
     engine_config(folder(), attention_backend=None, **given)
 
 
+def test_two_levels_end_where_one_launch_no_longer_numbers_the_pages(folder, monkeypatch):
+    config = engine_config(folder(head_dim=128))
+    on_cuda(monkeypatch)
+    config.additional_config = settings(statistics="leveled_quarters")
+    config.model_config.max_model_len = 1 << 19
+    admit(config, BACKENDS)
+    config.model_config.max_model_len += 1
+    expected = "max_model_len: got 524289, allowed with attention backend unique: up to 524288 with statistics in two"
+    with pytest.raises(ConfigurationError, match=expected):
+        admit(config, BACKENDS)
+
+
 DECLARED_FP8 = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
