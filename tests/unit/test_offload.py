@@ -221,6 +221,42 @@ def test_every_page_of_memory_is_touched():
     assert touched == set(range(38))
 
 
+class Driver:
+    """Pins parts of memory, as many as it has room for."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        if sum(self.pinned.values()) + size > self.room:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_is_pinned_in_parts():
+    driver = Driver(1 << 40)
+    unpin = pool.pin(driver, 4096, 600 * GIB)
+    assert driver.pinned == {4096: 256 * GIB, 4096 + 256 * GIB: 256 * GIB, 4096 + 512 * GIB: 88 * GIB}
+    unpin()
+    assert not driver.pinned
+
+
+def test_memory_that_is_not_pinned_is_refused_and_nothing_stays_pinned():
+    driver = Driver(550 * GIB)
+    with pytest.raises(
+        ConfigurationError, match=r"got 600\.0GiB for this worker, which the driver does not pin \(error 2"
+    ):
+        pool.pin(driver, 4096, 600 * GIB)
+    assert not driver.pinned
+
+
 @pytest.mark.parametrize("chosen", [True, False])
 def test_only_offloading_changes_the_allocation(chosen, monkeypatch):
     backend = "unique_offload" if chosen else "unique"

@@ -28,6 +28,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 _GRAPHS = 1 << 30
 """Bytes of device memory that stay free for CUDA graphs."""
+_PINNED_AT_ONCE = 1 << 38
+"""Bytes of host memory that one call pins, as vLLM pins its own host pools."""
 
 
 def allocate_cache(allocate: Callable[..., dict[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -189,15 +191,38 @@ def pinned_memory(size: int) -> torch.Tensor:
     memory = torch.frombuffer(block, dtype=torch.uint8)
     touch(memory, min(16, len(os.sched_getaffinity(0))))
     runtime: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    code = int(runtime.cudaHostRegister(address, size, 0))
-    if code or not memory.is_pinned():
-        raise ConfigurationError(
-            f"{KEY}.offload.host_memory: got {size / 2**30:.1f}GiB for this worker, which the driver does not pin "
-            f"(error {code}), allowed: less memory, or a higher limit of locked memory"
-        )
-    weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False
+    unpin = pin(runtime, memory.data_ptr(), size)
+    weakref.finalize(block, unpin).atexit = False
     return memory
+
+
+def pin(runtime: Any, address: int, size: int) -> Callable[[], None]:
+    """Pins host memory in parts, and returns the function that unpins it.
+
+    Args:
+        runtime: torch's `cudart`.
+        address: the first byte.
+        size: bytes.
+
+    Raises:
+        ConfigurationError: if the driver does not pin a part. Nothing is pinned then.
+    """
+    parts: list[int] = []
+
+    def unpin() -> None:
+        for part in parts:
+            runtime.cudaHostUnregister(part)
+
+    for start in range(0, size, _PINNED_AT_ONCE):
+        code = int(runtime.cudaHostRegister(address + start, min(_PINNED_AT_ONCE, size - start), 0))
+        if code:
+            unpin()
+            raise ConfigurationError(
+                f"{KEY}.offload.host_memory: got {size / 2**30:.1f}GiB for this worker, which the driver does not pin "
+                f"(error {code}), allowed: less memory, or a higher limit of locked memory"
+            )
+        parts.append(address + start)
+    return unpin
 
 
 def touch(memory: torch.Tensor, threads: int) -> None:
