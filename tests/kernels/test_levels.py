@@ -81,7 +81,8 @@ def long_batch(num_kv_heads: int = 2, head_size: int = 64, block_size: int = 64)
 
 @pytest.mark.parametrize("group_size", [1, 3, 16])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_pages_that_are_not_refined_have_no_score(block_size: int, group_size: int) -> None:
+@pytest.mark.parametrize("score_pages", [score_pages, reference.score_pages], ids=["compiled", "reference"])
+def test_pages_that_are_not_refined_have_no_score(score_pages, block_size: int, group_size: int) -> None:
     batch = long_batch(block_size=block_size)
     query = torch.randn(6, 2, group_size, 64).bfloat16()
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 0.0
