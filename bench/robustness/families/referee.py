@@ -182,7 +182,7 @@ def _values(statistics: PageStatistics) -> Iterator[torch.Tensor]:
     """The vectors `[num_blocks, num_kv_heads, pages, vectors, head_size]` of records and their spread."""
     kind = statistics.kind
     vectors = statistics.vectors
-    vectors = kind.codes.unpack(vectors) if kind.codes else vectors.float().unflatten(-1, (kind.vectors, -1))
+    vectors = kind.codes.unpack(vectors.flatten(3)) if kind.codes else vectors.float().unflatten(-1, (kind.vectors, -1))
     if statistics.scales is not None:
         scales = statistics.scales.float()
         vectors = vectors * scales.repeat_interleave(kind.vectors // scales.shape[-1], dim=-1).unsqueeze(-1)

@@ -37,6 +37,7 @@ POLICIES = {
     "mean": Policy("mean", small_blocks=True),
     "quest": Policy("quest"),
     "infllm": Policy("infllm"),
+    "unique, leveled quarters": Policy("unique", (("statistics", "leveled_quarters"),), small_blocks=True),
 }
 """By name. Consecutive seeds use them in turn."""
 
