@@ -16,8 +16,8 @@ MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn",
 _MANY = 32
 """Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
-_LATER_RUN = H200 / "decode" / "default.jsonl"
-"""Decode steps of the default and of FlashAttention 3, with the step that the first run lacks."""
+_LATER_RUN = [H200 / "offload" / f"{name}.jsonl" for name in ("flash_attn", "unique")]
+"""Decode steps of FlashAttention 3 and of the default, with the step that the first run lacks."""
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps without measurements, and with one measured step per interval."""
 METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
@@ -86,14 +86,14 @@ def decode_gpu() -> Block:
         rows.append([f"{context:,}", str(batch), f"{before:.2f}", *cells])
     anchors = "with 2,048 tokens, a third of the layers choosing"
     heads = ["context", "requests", "FlashAttention 3", "`unique`", "", anchors, ""]
-    later, again = (read_steps(_LATER_RUN, variant) for variant in ("flash_attn", "unique"))
+    later, again = map(read_steps, _LATER_RUN)
     context, batch = max(again)
     before, now = (run[context, batch]["ms_per_token"] for run in (later, again))
     text = wrap(
         f"In another run, {batch} requests with {context:,} tokens took {now:.2f} ms with `unique`, and "
         f"{before:.2f} ms with FlashAttention 3 ({before / now:.2f}x).", "",
     )  # fmt: skip
-    return Block(f"{table(heads, rows)}\n\n{text}", [*paths, _LATER_RUN])
+    return Block(f"{table(heads, rows)}\n\n{text}", [*paths, *_LATER_RUN])
 
 
 def decode_steps() -> Block:
