@@ -290,8 +290,8 @@ def test_copies_put_every_block_in_its_place_and_those_of_the_chunk_late():
         for block in range(count):
             assert found.pop(int(places[prompt, block])) == table[prompt, block]
     assert not found
-    # The chunk of 64 tokens is in one block; the block before is copied late, too.
-    assert early.places.tolist() == [*range(8), 12]
+    # The step writes 135 tokens, which may be in three blocks; the block before is copied late, too.
+    assert early.places.tolist() == [*range(6)]
 
 
 class Layer(SimpleNamespace):
@@ -321,6 +321,19 @@ def test_the_next_layer_finds_finished_blocks_and_new_keys():
     # The next step starts over.
     layers[0].token_rows[5] = 7.0
     assert staging.load(layers[0], part, ahead=True)[0].mean() == 7.0
+
+
+def test_a_prompt_reads_blocks_that_another_prompt_writes_in_the_same_step():
+    # The first prompt writes blocks 0 to 3. The second one begins with the same four blocks, and writes block 4.
+    lengths, table = PromptLengths((16, 4), (16, 20)), torch.tensor([[0, 1, 2, 3, -1], [0, 1, 2, 3, 4]])
+    places, early, late = plan_copies(lengths, table.int(), 4, 9)
+    part = StagedPrompts(None, slice(0, 20), early, late)
+    layers = [Layer(1), Layer(2)]
+    staging = Staging(layers, torch.full((2, 9, 1, 4, 16), torch.nan))
+    for number, layer in enumerate(layers, start=1):
+        layer.token_rows[:5] = 10.0 * number
+        rows = staging.load(layer, part, ahead=True)
+        assert (rows[places[1].long()] == 10.0 * number).all()
 
 
 def test_blocks_are_not_copied_ahead_for_a_layer_without_a_cache_or_for_other_prompts():

@@ -67,8 +67,9 @@ class PromptLengths:
         return -(-np.array(self.contexts, dtype=np.int64) // block_size)
 
     def finished_blocks(self, block_size: int) -> NDArray[np.int64]:
-        """Returns the leading blocks of each context that the step does not write."""
-        before = np.array(self.contexts, dtype=np.int64) - np.array(self.queries, dtype=np.int64)
+        """Returns the leading blocks of each context that the step does not write. A prompt may begin with blocks that
+        other prompts write in the same step: vLLM shares a block from the step on that fills it."""
+        before = np.array(self.contexts, dtype=np.int64) - sum(self.queries)
         return np.maximum(before // block_size - _MARGIN, 0)
 
 
