@@ -63,6 +63,18 @@ def test_any_number_of_tokens_is_one_step(form, tokens):
     assert int(pool.clock) == 7
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("form", [torch_form, triton_form])
+def test_a_step_has_a_number_of_31_bits(form):
+    pool = pool_of([3])
+    pool.clock.fill_(2**31 - 2)
+    clocks = []
+    for _ in range(3):
+        form.begin_step(pool, torch.tensor([-1]))
+        clocks.append(int(pool.clock))
+    assert clocks == [2**31 - 1, 0, 1]
+
+
 def test_a_high_stamp_is_no_page():
     pool = pool_of([3], sets=1)
     pool.tags[..., 1] = -(1 << 40) + 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.hot_pages.pages import WAYS, HotPool, set_of
+from sparse_kernels.hot_pages.pages import LAST_STEP, WAYS, HotPool, set_of
 
 
 def begin_step(pool: HotPool, slots: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ def begin_step(pool: HotPool, slots: torch.Tensor) -> None:
 
         triton.begin_step(pool, slots)
         return
-    pool.clock.add_(1)
+    pool.clock.add_(1).bitwise_and_(LAST_STEP)
     page_size = pool.rows.shape[3]
     completes = (slots >= 0) & (slots % page_size == page_size - 1)
     pages = slots[completes] // page_size

@@ -10,6 +10,8 @@ WAYS = 8
 """Places of a set, as in hot.cuh."""
 FACTOR = 2654435761
 """Factor of the hash of pages."""
+LAST_STEP = (1 << 31) - 1
+"""The step after it has the number 0, because a tag has 31 bits for a step."""
 
 
 class HotPages(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.hot_pages.pages import FACTOR, WAYS, HotPool
+from sparse_kernels.hot_pages.pages import FACTOR, LAST_STEP, WAYS, HotPool
 
 _TOKENS = 128
 
@@ -15,10 +15,10 @@ _TOKENS = 128
 @triton.jit(do_not_specialize=["num_tokens"])
 def _begin(
     clock_ptr, tags_ptr, slots_ptr, num_tokens, sets, PAGE_SIZE: tl.constexpr, FACTOR: tl.constexpr,
-    PLACES: tl.constexpr, TOKENS: tl.constexpr,
+    LAST_STEP: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+        tl.store(clock_ptr, (tl.load(clock_ptr) + 1) & LAST_STEP)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
     completes = (slot >= 0) & (slot % PAGE_SIZE == PAGE_SIZE - 1)
@@ -37,5 +37,5 @@ def begin_step(pool: HotPool, slots: torch.Tensor) -> None:
     grid = layers * kv_heads, max(1, triton.cdiv(len(slots), _TOKENS))
     _begin[grid](
         pool.clock, pool.tags, slots, len(slots), places // WAYS, PAGE_SIZE=pool.rows.shape[3], FACTOR=FACTOR,
-        PLACES=WAYS, TOKENS=_TOKENS, num_warps=4,
+        LAST_STEP=LAST_STEP, PLACES=WAYS, TOKENS=_TOKENS, num_warps=4,
     )  # fmt: skip
