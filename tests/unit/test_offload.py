@@ -173,8 +173,15 @@ def test_the_share_of_the_device_that_users_allow_is_not_exceeded(share, monkeyp
     found = {"mem_get_info": (40 * GIB, 80 * GIB), "memory_reserved": 100, "max_memory_allocated": 20}
     for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=share))
-    expected = min(40 * GIB, int(share * 80 * GIB) - 40 * GIB) + 80 - GIB
+    # Two layers with the same buffers, and a module that is no attention layer.
+    with_buffers = SimpleNamespace(impl=SimpleNamespace(staging=Staging([], torch.zeros(2, 3, 1, 4, 16))))
+    context = {"layer 0": with_buffers, "layer 1": with_buffers, "experts": SimpleNamespace()}
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(gpu_memory_utilization=share),
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )
+    buffers = 2 * 3 * 4 * 16 * 4
+    expected = min(40 * GIB, int(share * 80 * GIB) - 40 * GIB) + 80 - buffers - GIB
     assert pool._room(vllm_config, torch.device("cpu")) == expected
 
 

@@ -157,12 +157,20 @@ def _specs(kv_cache_config: KVCacheConfig) -> Iterable[AttentionSpec]:
 
 
 def _room(vllm_config: VllmConfig, device: torch.device) -> int:
-    """Returns the bytes of device memory that the worker may still take. The buffers of prompts are allocated already,
-    and the most memory of a step is not free."""
+    """Returns the bytes of device memory that the worker may still take. The most memory of a step is not free."""
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    # vLLM has run the largest step before the buffers of prompts were allocated, so it needs both.
+    most = torch.cuda.max_memory_allocated(device) + _buffer_bytes(vllm_config)
+    unused = torch.cuda.memory_reserved(device) - most
     allowed = int(vllm_config.cache_config.gpu_memory_utilization * total) - (total - free)
     return min(free, allowed) + unused - _GRAPHS
+
+
+def _buffer_bytes(vllm_config: VllmConfig) -> int:
+    """Returns the bytes of the buffers of prompts."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    stagings = [getattr(getattr(layer, "impl", None), "staging", None) for layer in layers]
+    return sum(staging.nbytes for staging in {id(each): each for each in stagings if each is not None}.values())
 
 
 def _expect_room(statistics: int, room: int, kv_cache_config: KVCacheConfig) -> None:

@@ -144,6 +144,11 @@ class Staging:
         """Tokens of a block."""
         return self._buffers.shape[3]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return self._buffers.nbytes
+
     def load(self, layer: StagedLayer, part: StagedPrompts, ahead: bool) -> torch.Tensor:
         """Copies the blocks of some prompts, once their new keys are written.
 
