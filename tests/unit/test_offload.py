@@ -1,5 +1,6 @@
 """Offloading: its memory, its copies of blocks, and what it refuses."""
 
+import gc
 import mmap
 from types import SimpleNamespace
 
@@ -262,6 +263,43 @@ def test_memory_that_is_not_pinned_is_refused_and_nothing_stays_pinned():
     ):
         pool.pin(driver, 4096, 600 * GIB)
     assert not driver.pinned
+
+
+class WithoutHugePages(mmap.mmap):
+    """Memory of a system without huge pages."""
+
+    def madvise(self, *args: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+
+@pytest.mark.parametrize("kind", [mmap.mmap, WithoutHugePages])
+def test_pinned_memory_is_zero_and_is_given_back(kind, monkeypatch):
+    driver = Driver(1 << 40)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(mmap, "mmap", kind)
+    memory = pool.pinned_memory(3 * mmap.PAGESIZE + 5)
+    assert driver.pinned == {memory.data_ptr(): 3 * mmap.PAGESIZE + 5}
+    assert not memory.any()
+    del memory
+    gc.collect()
+    assert not driver.pinned
+
+
+def test_memory_that_cannot_be_had_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(0))
+    got = f"{FIELD}: got 0.0GiB for this worker, which the"
+    with pytest.raises(ConfigurationError) as caught:
+        pool.pinned_memory(5)
+    limit = "allowed: less memory, or a higher limit of locked memory"
+    assert str(caught.value) == f"{got} driver does not pin (error 2), {limit}"
+
+    def full(*args: int, **flags: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(ConfigurationError) as caught:
+        pool.pinned_memory(5)
+    assert str(caught.value) == f"{got} system does not give (Cannot allocate memory), allowed: less memory"
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -191,11 +192,18 @@ def pinned_memory(size: int) -> torch.Tensor:
     of bytes, and is never given back.
 
     Raises:
-        ConfigurationError: if the memory cannot be pinned.
+        ConfigurationError: if the system has too little memory, or it cannot be pinned.
     """
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Pinning a huge page takes as long as pinning one of 4 KiB.
-    block.madvise(mmap.MADV_HUGEPAGE)
+    field, got = f"{KEY}.offload.host_memory", f"got {size / 2**30:.1f}GiB for this worker"
+    try:
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{field}: {got}, which the system does not give ({error.strerror}), allowed: less memory"
+        ) from error
+    # Pinning a huge page takes as long as pinning one of 4 KiB. Some systems have none.
+    with suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(block, dtype=torch.uint8)
     touch(memory, min(16, len(os.sched_getaffinity(0))))
     runtime: Any = torch.cuda.cudart()
