@@ -16,7 +16,7 @@ from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.offload import pool, refusals
+from vllm_sparse_plugin.offload import memory, pool, refusals
 from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies
 
 GIB = 1 << 30
@@ -44,6 +44,20 @@ def test_other_text_is_no_size(text):
         resolve({"offload": {"host_memory": text}}, "unique")
     allowed = "allowed: auto, or a size such as 200GiB"
     assert str(caught.value) == f"sparse_attention.offload.host_memory: got {text!r}, {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("stat", "free"),
+    [(None, 50), ("anon 5", 50), (f"active_file 7\ninactive_file {30 * GIB}\nslab 9\n", 80)],
+)
+def test_files_that_a_container_has_read_are_free_memory(stat, free, monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemAvailable:   {900 << 20} kB\n")
+    for name, value in {"max": 200 * GIB, "current": 150 * GIB, "stat": stat}.items():
+        if value is not None:
+            (tmp_path / f"memory.{name}").write_text(str(value))
+    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_memory() == free * GIB
 
 
 NOT_OFFLOADED = {

@@ -17,6 +17,18 @@ def available_memory() -> int | None:
         match = re.search(r"^MemAvailable: +(\d+) kB", _MEMORY.read_text(encoding="utf-8"), re.MULTILINE)
         found += [int(match[1]) << 10] if match else []
     with suppress(OSError, ValueError):
-        most, used = (int((_CGROUP / f"memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
-        found.append(max(0, most - used))
+        most, used = (int(_of_container(name)) for name in ("max", "current"))
+        found.append(min(most, max(0, most - used) + _unused_files()))
     return min(found, default=None)
+
+
+def _of_container(name: str) -> str:
+    return (_CGROUP / f"memory.{name}").read_text(encoding="utf-8")
+
+
+def _unused_files() -> int:
+    """Returns the bytes of files that the container has read and that the system drops when a program needs memory."""
+    with suppress(OSError):
+        match = re.search(r"^inactive_file (\d+)$", _of_container("stat"), re.MULTILINE)
+        return int(match[1]) if match else 0
+    return 0
