@@ -2,13 +2,21 @@
 
 import gc
 import mmap
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheLayout, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_sparse_plugin import compat
@@ -297,6 +305,33 @@ def test_pinned_memory_is_zero_and_is_given_back(kind, monkeypatch):
     del memory
     gc.collect()
     assert not driver.pinned
+
+
+def test_more_than_is_free_is_not_touched(monkeypatch):
+    # vLLM's `num_gpu_blocks_override` makes a cache of any size.
+    monkeypatch.setattr(pool, "available_memory", lambda: 3 * GIB)
+    monkeypatch.setattr(mmap, "mmap", None)
+    with pytest.raises(ConfigurationError) as caught:
+        pool.pinned_memory(4 * GIB)
+    expected = f"{FIELD}: got 4.0GiB for this worker, allowed: up to 3.0GiB, the free host memory"
+    assert str(caught.value) == expected
+
+
+def test_layers_of_unlike_shapes_are_refused():
+    config = cache_config(layers=2, blocks=5)
+    specs = {name: replace(config.kv_cache_groups[0].kv_cache_spec) for name in config.kv_cache_groups[0].layer_names}
+    pool._expect_one_shape(replace(config, kv_cache_groups=[KVCacheGroupSpec([*specs], uniform(specs))]))
+    name = next(iter(specs))
+    specs[name] = replace(specs[name], num_kv_heads=1)
+    unlike = replace(config, kv_cache_groups=[KVCacheGroupSpec([*specs], uniform(specs))])
+    vllm_config, sparse = SimpleNamespace(), resolve({}, "unique_offload")
+    with pytest.raises(ConfigurationError) as caught:
+        pool.allocate_in_host_memory(vllm_config, sparse, None, unlike, torch.device("cuda"), KVCacheLayout.LBHNC)
+    assert str(caught.value) == "model: got layers of unlike shapes, allowed with offload: layers of one shape"
+
+
+def uniform(specs: dict[str, FullAttentionSpec]) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
 
 
 def test_memory_that_cannot_be_had_is_refused_in_one_sentence(monkeypatch):

@@ -24,6 +24,7 @@ from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.offload.memory import available_memory
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -65,10 +66,12 @@ def allocate_in_host_memory(
         kernel_block_sizes: tokens of a block in the kernels, by group of layers.
 
     Raises:
-        ConfigurationError: if the device has no room for the statistics, or the host memory cannot be pinned.
+        ConfigurationError: if layers have unlike shapes, the device has no room for the statistics, or the host memory
+            cannot be pinned.
     """
     if device.type != "cuda":
         return allocate(kv_cache_config, device, layout, kernel_block_sizes)
+    _expect_one_shape(kv_cache_config)
     statistics, room = statistics_bytes(kv_cache_config, config), _room(vllm_config, device)
     _expect_room(statistics, room, kv_cache_config)
     # Tensors without memory say where each layer's blocks are.
@@ -174,6 +177,12 @@ def _buffer_bytes(vllm_config: VllmConfig) -> int:
     return sum(staging.nbytes for staging in {id(each): each for each in stagings if each is not None}.values())
 
 
+def _expect_one_shape(kv_cache_config: KVCacheConfig) -> None:
+    """Expects layers of one shape, because their copies of pages have one."""
+    if len({(spec.num_kv_heads, spec.head_size, spec.dtype) for spec in _specs(kv_cache_config)}) > 1:
+        raise ConfigurationError("model: got layers of unlike shapes, allowed with offload: layers of one shape")
+
+
 def _expect_room(statistics: int, room: int, kv_cache_config: KVCacheConfig) -> None:
     """Expects device memory for so many bytes of statistics."""
     if statistics > room:
@@ -195,6 +204,10 @@ def pinned_memory(size: int) -> torch.Tensor:
         ConfigurationError: if the system has too little memory, or it cannot be pinned.
     """
     field, got = f"{KEY}.offload.host_memory", f"got {size / 2**30:.1f}GiB for this worker"
+    free = available_memory()
+    if free is not None and size > free:
+        # Otherwise the system ends a process, perhaps another one.
+        raise ConfigurationError(f"{field}: {got}, allowed: up to {free / 2**30:.1f}GiB, the free host memory")
     try:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
