@@ -83,7 +83,9 @@ class Stored(Statistics):
         paged = PagedLayer(layer, policy)
         layout = policy.statistics_layout(layer.keys.shape[-1], layer.keys.dtype.itemsize)
         assert paged.statistics is not None
-        scores = score_pages(layer.query, paged.statistics, paged.block_table, pages.complete, policy.std_weight)
+        scores = score_pages(
+            layer.query, paged.statistics, paged.block_table, pages.complete, policy.std_weight, policy.refined_share
+        )
         vectors, spread = paged.statistics.summaries(paged.block_table[0])
         vectors = vectors[:, : pages.count]
         products = torch.einsum("qhgd,hpvd->qhgpv", layer.query.float(), vectors) * layer.scale
@@ -128,6 +130,7 @@ def _deviation(weight: float) -> Stored:
 
 STATISTICS: dict[str, Statistics] = {
     "quarters": Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size)),  # type: ignore[arg-type]
+    "leveled": Stored(lambda size: UniqueSelection(statistics="leveled_quarters", page_size=size)),  # type: ignore[arg-type]
     "sketch": Stored(lambda size: UniqueSelection(statistics="sketch", page_size=size)),  # type: ignore[arg-type]
     "unique-int8": Stored(lambda size: UniqueSelection(statistics="int8", page_size=size)),  # type: ignore[arg-type]
     "unique-bf16": Stored(lambda size: UniqueSelection(statistics="bf16", page_size=size)),  # type: ignore[arg-type]

@@ -45,7 +45,9 @@ def test_weights_of_pages_are_those_of_their_tokens(layer, size):
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("name", ["quarters", "sketch", "unique-int8", "unique-bf16-2.0", "mean", "quest", "infllm"])
+@pytest.mark.parametrize(
+    "name", ["quarters", "leveled", "sketch", "unique-int8", "unique-bf16-2.0", "mean", "quest", "infllm"]
+)
 def test_stored_statistics_choose_what_their_policy_does(layer, rows, name):
     policy = STATISTICS[name].policy(8)
     quality = PagedLayer(layer, policy).quality(policy.model_copy(update={"budget_tokens": 64}))

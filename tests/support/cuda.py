@@ -70,7 +70,7 @@ LEVELED = {
         ", three query tokens": {"contexts": (8 * 2049 + 1, 30003), "queries": 3},
         ", routed": {"contexts": (20003, 517, 30003), "num_kv_heads": 4, "skipped": 0.5},
         ", 1,024 pages": {"contexts": (60003, 20003), "k": 1024},
-        ", 65,536 pages": {"contexts": (524288, 70), "num_kv_heads": 1, "group": 2, "head_size": 64},
+        ", 65,520 pages": {"contexts": (524160, 70), "num_kv_heads": 1, "group": 2, "head_size": 64},
     }.items()
 }  # fmt: skip
 """Cases of contexts that are scored in two levels, and of others."""
