@@ -90,7 +90,7 @@ class Stored(Statistics):
         vectors = vectors[:, : pages.count]
         products = torch.einsum("qhgd,hpvd->qhgpv", layer.query.float(), vectors) * layer.scale
         estimate: torch.Tensor | None = None
-        if layout.kind.codes is not None:
+        if layout.kind.codes is not None and not layout.kind.is_leveled:
             # As in `page_coverage`: all tokens of a page count like its best vector.
             estimate = products.amax(dim=-1)
         elif spread is not None and isinstance(policy, UniqueSelection):
