@@ -3,6 +3,7 @@
 import gc
 import mmap
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -257,6 +258,7 @@ class Driver:
     def __init__(self, room: int) -> None:
         self.room = room
         self.pinned: dict[int, int] = {}
+        self.was_mapped = False
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         assert flags == 0
@@ -267,6 +269,8 @@ class Driver:
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.pinned[address]
+        starts_and_ends = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        self.was_mapped = any(int(start, 16) <= address < int(end, 16) for start, end in starts_and_ends)
         return 0
 
 
@@ -299,12 +303,15 @@ def test_pinned_memory_is_zero_and_is_given_back(kind, monkeypatch):
     driver = Driver(1 << 40)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(mmap, "mmap", kind)
-    memory = pool.pinned_memory(3 * mmap.PAGESIZE + 5)
-    assert driver.pinned == {memory.data_ptr(): 3 * mmap.PAGESIZE + 5}
+    size = (64 << 20) + 5
+    memory = pool.pinned_memory(size)
+    assert driver.pinned == {memory.data_ptr(): size}
     assert not memory.any()
     del memory
     gc.collect()
     assert not driver.pinned
+    # Memory without an address cannot be unpinned safely: another thread may have been given the address.
+    assert driver.was_mapped
 
 
 def test_more_than_is_free_is_not_touched(monkeypatch):

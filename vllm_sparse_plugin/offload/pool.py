@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -217,11 +218,13 @@ def pinned_memory(size: int) -> torch.Tensor:
     # Pinning a huge page takes as long as pinning one of 4 KiB. Some systems have none.
     with suppress(OSError):
         block.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(block, dtype=torch.uint8)
+    # It ends before the mapping does, so what is unpinned still has its address.
+    pinned = (ctypes.c_uint8 * size).from_buffer(block)
+    memory = torch.frombuffer(pinned, dtype=torch.uint8)
     touch(memory, min(16, len(os.sched_getaffinity(0))))
     runtime: Any = torch.cuda.cudart()
     unpin = pin(runtime, memory.data_ptr(), size)
-    weakref.finalize(block, unpin).atexit = False
+    weakref.finalize(pinned, unpin).atexit = False
     return memory
 
 
