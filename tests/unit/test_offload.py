@@ -57,7 +57,7 @@ def test_other_text_is_no_size(text):
 
 @pytest.mark.parametrize(
     ("stat", "free"),
-    [(None, 50), ("anon 5", 50), (f"active_file 7\ninactive_file {30 * GIB}\nslab 9\n", 80)],
+    [(None, 50), ("anon 5", 50), (f"active_file {10 * GIB}\ninactive_file {20 * GIB}\nslab 9\n", 80)],
 )
 def test_files_that_a_container_has_read_are_free_memory(stat, free, monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text(f"MemAvailable:   {900 << 20} kB\n")

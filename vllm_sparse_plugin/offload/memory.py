@@ -18,7 +18,7 @@ def available_memory() -> int | None:
         found += [int(match[1]) << 10] if match else []
     with suppress(OSError, ValueError):
         most, used = (int(_of_container(name)) for name in ("max", "current"))
-        found.append(min(most, max(0, most - used) + _unused_files()))
+        found.append(min(most, max(0, most - used) + _file_bytes()))
     return min(found, default=None)
 
 
@@ -26,9 +26,9 @@ def _of_container(name: str) -> str:
     return (_CGROUP / f"memory.{name}").read_text(encoding="utf-8")
 
 
-def _unused_files() -> int:
+def _file_bytes() -> int:
     """Returns the bytes of files that the container has read and that the system drops when a program needs memory."""
     with suppress(OSError):
-        match = re.search(r"^inactive_file (\d+)$", _of_container("stat"), re.MULTILINE)
-        return int(match[1]) if match else 0
+        found = re.findall(r"^(?:in)?active_file (\d+)$", _of_container("stat"), re.MULTILINE)
+        return sum(map(int, found))
     return 0
