@@ -1,5 +1,6 @@
 """Whole engines on a GPU: CUDA graphs, speculation, tensor parallelism and fp8 caches keep the answers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,17 @@ def test_offloading_keeps_the_answers(
         from_host, read = count_totals().get("vllm_sparse_host_reads", (0.0, 0))
     if count == 1 and offload.get("hot_pages") != 0:
         assert 0 < from_host < read
+
+
+def test_offloaded_requests_with_a_common_prompt_arrive_together(questions: list[Question]) -> None:
+    # vLLM shares a block from the step on that fills it, so these prompts read what others write in the same step.
+    document, _ = questions[0].parts
+    asked = [replace(questions[0], prompt=document + other.parts[1]) for other in questions[:6]]
+    settings = {"sparse_attention": {"offload": {"host_memory": "4GiB"}}}
+    with engine(max_num_batched_tokens=16_384) as llm:
+        expected = ask(llm, asked)
+    with engine(max_num_batched_tokens=16_384, additional_config=settings, kv_cache_memory_bytes=None) as llm:
+        assert ask(llm, asked) == expected
 
 
 def test_offloading_finds_needles_when_requests_are_preempted(

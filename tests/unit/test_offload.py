@@ -5,6 +5,7 @@ import mmap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.admission import admit
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.offload import memory, pool, refusals
@@ -221,25 +222,60 @@ def test_copies_take_what_is_asked_or_what_is_free():
     assert pool.sets_of(8, one, -5) == 0
 
 
-def test_each_layer_gets_its_own_copies():
+def with_copies(sparse: ResolvedConfig, room: int = 1 << 40, heads: int = 4, head_size: int = 64) -> list[Any]:
+    """The copies of two layers with two KV heads, for three requests."""
     names = ["layer 0", "layer 1"]
-    specs = [FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)] * 2
-    context = {name: SimpleNamespace(impl=SimpleNamespace(hot=None)) for name in names}
+    specs = [FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=head_size, dtype=torch.bfloat16)] * 2
+    context = {name: SimpleNamespace(num_heads=heads, impl=SimpleNamespace(hot=None)) for name in names}
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=3),
+        model_config=SimpleNamespace(max_model_len=4096),
         compilation_config=SimpleNamespace(static_forward_context=context),
     )
+    pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), room)
+    return [context[name].impl.hot for name in names]
+
+
+def test_each_layer_gets_its_own_copies(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     sparse = resolve({"offload": {"hot_pages": 2}}, "unique")
-    pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), 1 << 40)
-    (copies, first), (same, second) = (context[name].impl.hot for name in names)
+    (copies, first), (same, second) = with_copies(sparse)
     assert (first, second) == (0, 1)
     assert copies is same
     assert copies.tags.shape == (2, 2, 2 * 128 * 3)
     assert copies.rows.shape == (2, 2, 2 * 128 * 3, 8, 128)
-    for layer in context.values():
-        layer.impl.hot = None
-    pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), 0)
-    assert context["layer 0"].impl.hot is None
+    assert with_copies(sparse, room=0) == [None, None]
+
+
+def test_selections_that_are_read_in_pieces_have_no_copies(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    sparse = resolve({"offload": {}}, "unique")
+    assert with_copies(sparse, heads=32)[0] is not None
+    assert with_copies(sparse, heads=34) == [None, None]
+    large = resolve({"selection": {"budget_tokens": 8200}, "offload": {}}, "unique")
+    assert with_copies(large) == [None, None]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert with_copies(sparse, heads=8, head_size=128)[0] is not None
+    assert with_copies(sparse, heads=16, head_size=128) == [None, None]
+
+
+def test_contexts_that_are_read_whole_have_copies(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), attention_backend="unique")
+    on_cuda(monkeypatch)
+
+    def admitted(least: int, **selection: object) -> None:
+        sections = {"min_context_tokens": least, "selection": selection, "offload": {}}
+        config.additional_config = {"sparse_attention": sections}
+        config.cache_config.kv_cache_memory_bytes = None
+        admit(config, BACKENDS)
+
+    admitted(8193)
+    admitted(16001, budget_tokens=16000)
+    for least, selection in ((8194, {}), (16002, {"budget_tokens": 16000})):
+        with pytest.raises(
+            ConfigurationError, match=rf"^sparse_attention.min_context_tokens: got {least}, .* offload$"
+        ):
+            admitted(least, **selection)
 
 
 def test_every_page_of_memory_is_touched():

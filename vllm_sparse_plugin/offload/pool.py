@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from sparse_kernels.hot_pages import WAYS, HotPool
+from sparse_kernels.limits import DecodeShape
+from sparse_kernels.sparse_decode.launches import in_pieces
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
@@ -26,6 +28,7 @@ from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.offload.memory import available_memory
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -99,14 +102,23 @@ def _allocate_copies(
     assert config.selector is not None
     spec, page_size, pages = specs[0], config.selector.page_size, config.selector.budget_pages
     dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
-    requests = vllm_config.scheduler_config.max_num_seqs
-    sets = sets_of(config.offload.hot_pages * pages * requests, copy_bytes(specs, page_size), room)
+    requests, layers = vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.static_forward_context
+    shape = DecodeShape(
+        group_size=layers[names[0]].num_heads // spec.num_kv_heads,
+        head_size=spec.head_size,
+        max_pages=vllm_config.model_config.max_model_len // page_size,
+        k=most_pages_on_gpu(config.selector) if varies_pages(config) else pages,
+        stopping=False,
+    )
+    # Selections in pieces are read where they are.
+    wanted = 0 if in_pieces(shape, torch.cuda.get_device_capability(device)) else config.offload.hot_pages
+    sets = sets_of(wanted * pages * requests, copy_bytes(specs, page_size), room)
     if not sets:
         logger.warning("%s.offload: no copies of pages stay in device memory, so each page is read over the bus", KEY)
         return
     copies = HotPool.empty(len(names), spec.num_kv_heads, sets, page_size, spec.head_size, dtype, device)
     for index, name in enumerate(names):
-        vllm_config.compilation_config.static_forward_context[name].impl.hot = copies, index
+        layers[name].impl.hot = copies, index
     logger.info(
         "%s.offload: copies of pages take %.2f GiB of device memory, as many as %.1f requests read in a step",
         KEY, copies.rows.nbytes / 2**30, sets * WAYS / pages,

@@ -10,6 +10,7 @@ from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
 from vllm_sparse_plugin.config.offload import AUTO
 from vllm_sparse_plugin.offload.memory import available_memory
 from vllm_sparse_plugin.policies import reads_selection
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,8 @@ programs."""
 
 def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[tuple[str, object, str]]:
     """Yields the field, the value and the allowed values of options that are not proven right with offloading."""
+    from vllm.platforms import current_platform
+
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
     text = model.hf_text_config
@@ -48,6 +51,12 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
         if holds:
             yield f"{KEY}.offload", got, "null"
     assert config.offload is not None
+    selector, least = config.selector, config.config.min_context_tokens
+    if selector is not None and reads_selection(selector) and not current_platform.is_cpu():
+        # Contexts that are read whole have copies up to the largest selection; longer ones would cross the bus.
+        most = (most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages) * selector.page_size
+        if least > most + 1:
+            yield f"{KEY}.min_context_tokens", least, f"up to {most + 1} with offload"
     yield from _refuse_size(vllm_config, config.offload)
 
 
