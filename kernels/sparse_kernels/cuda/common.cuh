@@ -56,6 +56,13 @@ DEVICE uint2 load8(const void* p) {
     return v;
 }
 
+// Loads what other thread blocks may change.
+DEVICE u64 load_relaxed(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // A dependent launch may begin before the previous kernel ends. It must call this before it touches memory.

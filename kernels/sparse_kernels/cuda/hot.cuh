@@ -26,12 +26,6 @@ struct HotPages {
 
     DEVICE u64 tag(u32 page, bool filling) const { return (u64)(now << 1 | (u32)filling) << 32 | (page + 1); }
 
-    DEVICE static u64 load_tag(const u64* p) {
-        u64 v;
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-        return v;
-    }
-
     DEVICE void copy(u32 place, const u8* from, int lane) const {
         uint4* to = (uint4*)(rows + (i64)place * PAGE_BYTES);
 #pragma unroll 1
@@ -61,7 +55,7 @@ struct HotPages {
             bool exists = i < count;
             u32 page = exists ? page_of(i) : 0, set = set_of(page);
             u64* at = tags + (i64)set * WAYS + way;
-            u64 seen = exists ? load_tag(at) : 0;
+            u64 seen = exists ? load_relaxed(at) : 0;
             u32 stamp = (u32)(seen >> 32);
             u32 same = __ballot_sync(FULL, exists && (u32)seen == page + 1) & of_page;
             // The oldest place is replaced, unless this step reads all of them.

@@ -162,6 +162,14 @@ template <bool AHEAD = false>
 inline uint4 load16(const void* p) { return aligned_load<uint4>(p); }
 template <bool AHEAD = false>
 inline uint2 load8(const void* p) { return aligned_load<uint2>(p); }
+inline u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 atomicCAS(u64* p, u64 expected, u64 desired) {
+    __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return expected;
+}
+inline u64 atomicAdd(u64* p, u64 value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <typename T>
 inline T __ldg(const T* p) { return *p; }
 inline void prefetch(const void*) {}
