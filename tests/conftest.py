@@ -25,9 +25,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The test processes and their engines share compiled kernels.
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba")
-    # There is a test process for each core. Threads that wait for each other's cores cost more than they gain. Engines
-    # in other processes keep their threads.
-    torch.set_num_threads(1)
 
 interpret_kernels()
 
