@@ -27,6 +27,7 @@ from vllm_sparse_plugin.config.anchors import refuse_anchors
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
+from vllm_sparse_plugin.engine_traits import architecture_of, shared_caches, unlike_layers_or_engines
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
@@ -34,7 +35,7 @@ from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
-from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
+from vllm_sparse_plugin.requests.arguments import largest_selection
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -157,7 +158,7 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         served = [layer for layer in layers.values() if layer.get_attn_backend().get_name() == name]
         _expect_layer_shapes(partial(_refuse, name), vllm_config, config, served)
         return
-    architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
+    architecture = architecture_of(vllm_config)
     raise ConfigurationError(
         f"model: got {architecture} with attention backends of its own, allowed with attention backend {name.lower()}: "
         f"models that take the chosen backend in place of {', '.join(names)}"
@@ -205,7 +206,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         got, cache_dtypes = f"{got}, which the model's checkpoint declares", cache_dtypes[1:]
     expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", got, choices(cache_dtypes))
     if model is not None:
-        architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+        architecture = architecture_of(vllm_config)
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
         expect(not model.is_encoder_decoder, "model", f"encoder-decoder {architecture}", "decoder-only models")
         expect(not model.is_attention_free, "model", f"{architecture} without attention", "models with attention")
@@ -356,7 +357,7 @@ def _expect_cuda_shapes(
             group,
             head_size,
             max_pages=max_model_len // selector.page_size,
-            k=most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages,
+            k=largest_selection(config),
             stopping=stopping,
             float8_statistics=layout is not None and layout.format == "fp8",
         )
@@ -420,36 +421,19 @@ def _expect_model(
 
 
 def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
-    allowed = "null"
-
-    def refuse(holds: bool, got: str) -> None:
-        # These cases are not proven safe: a layer might read blocks that were given back.
-        expect(not holds, f"{KEY}.compaction", got, allowed)
-
-    text = model.hf_text_config
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
-    refuse(model.is_hybrid, f"{architecture} with state-space layers")
-    refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
-    refuse(model.hf_config.model_type in LEARNED_SINKS, f"{architecture} with learned attention sinks")
-    refuse(bool(getattr(text, "num_kv_shared_layers", 0)), f"{architecture} with layers that share a cache")
-    speculates = vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config)
-    refuse(speculates, "speculation")
-    offloading = vllm_config.cache_config.kv_offloading_size is not None
-    refuse(vllm_config.kv_transfer_config is not None or offloading, "a KV connector")
-    refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
-    refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
-    per_kind = vllm_config.attention_config.backend_per_kind
-    refuse(bool(per_kind), "a backend by kind of attention")
+    # These cases are not proven safe: a layer might read blocks that were given back.
+    refused = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)]
+    if vllm_config.model_config.hf_config.model_type in LEARNED_SINKS:
+        refused.append(f"{architecture_of(vllm_config)} with learned attention sinks")
+    for got in refused:
+        expect(False, f"{KEY}.compaction", got, "null")
 
 
 def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig) -> None:
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+    architecture = architecture_of(vllm_config)
     field = f"{KEY}.lossless"
 
     def refuse(holds: bool, got: str) -> None:
@@ -470,11 +454,8 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     if speculative is not None:
         refuse(not compat.drafts_for_itself(vllm_config), f"a section and drafts of {speculative.method}")
     # Drafting steps do not support these cases, or lossless answers are not proven for them.
-    text = model.hf_text_config
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
-    refuse(model.is_hybrid, f"{architecture} with state-space layers")
-    refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
+    for got in unlike_layers_or_engines(vllm_config):
+        refuse(True, got)
     refuse(model.is_multimodal_model, f"{architecture}, which reads more than text")
     refuse(model.uses_mrope, f"{architecture} with positions of several dimensions")
     refuse(model.enable_prompt_embeds, "prompts of embeddings")
@@ -483,9 +464,6 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     transfer, offloading = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
     refuse(offloading or (transfer is not None and transfer.kv_connector != NOISE), "a KV connector")
     refuse(parallel.tensor_parallel_size > 1, f"{parallel.tensor_parallel_size} tensor-parallel workers")
-    refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
-    refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
-    refuse(bool(vllm_config.attention_config.backend_per_kind), "a backend by kind of attention")
 
 
 def _short(dtype: torch.dtype) -> str:

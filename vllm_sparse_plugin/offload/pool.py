@@ -28,7 +28,8 @@ from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.offload.memory import available_memory
-from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
+from vllm_sparse_plugin.offload.staging import stored_dtype
+from vllm_sparse_plugin.requests.arguments import largest_selection
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -101,13 +102,12 @@ def _allocate_copies(
     assert config.offload is not None
     assert config.selector is not None
     spec, page_size, pages = specs[0], config.selector.page_size, config.selector.budget_pages
-    dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
     requests, layers = vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.static_forward_context
     shape = DecodeShape(
         group_size=layers[names[0]].num_heads // spec.num_kv_heads,
         head_size=spec.head_size,
         max_pages=vllm_config.model_config.max_model_len // page_size,
-        k=most_pages_on_gpu(config.selector) if varies_pages(config) else pages,
+        k=largest_selection(config),
         stopping=False,
     )
     # Selections in pieces are read where they are.
@@ -116,7 +116,7 @@ def _allocate_copies(
     if not sets:
         logger.warning("%s.offload: no copies of pages stay in device memory, so each page is read over the bus", KEY)
         return
-    copies = HotPool.empty(len(names), spec.num_kv_heads, sets, page_size, spec.head_size, dtype, device)
+    copies = HotPool.empty(len(names), spec.num_kv_heads, sets, page_size, spec.head_size, stored_dtype(spec), device)
     for index, name in enumerate(names):
         layers[name].impl.hot = copies, index
     logger.info(

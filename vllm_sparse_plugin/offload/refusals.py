@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
 from vllm_sparse_plugin.config.offload import AUTO
+from vllm_sparse_plugin.engine_traits import shared_caches, unlike_layers_or_engines
 from vllm_sparse_plugin.offload.memory import available_memory
 from vllm_sparse_plugin.policies import reads_selection
-from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
+from vllm_sparse_plugin.requests.arguments import largest_selection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,23 +24,9 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
     """Yields the field, the value and the allowed values of options that are not proven right with offloading."""
     from vllm.platforms import current_platform
 
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
-    text = model.hf_text_config
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
-    transfer = vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None
-    speculates = vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config)
-    refused = {
-        f"{architecture} with state-space layers": model.is_hybrid,
-        f"{architecture} with layers of a sliding window or a chunk": windows and not model.is_hybrid,
-        f"{architecture} with layers that share a cache": bool(getattr(text, "num_kv_shared_layers", 0)),
-        "speculation": speculates,
-        "a KV connector": transfer,
-        "sleep mode": bool(getattr(model, "enable_sleep_mode", False)),
-        f"{parallel.pipeline_parallel_size} pipeline stages": parallel.pipeline_parallel_size > 1,
-        f"{parallel.data_parallel_size} data-parallel engines": parallel.data_parallel_size > 1,
-        "a backend by kind of attention": bool(vllm_config.attention_config.backend_per_kind),
+    refused = dict.fromkeys([*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)], True)
+    refused |= {
+        "sleep mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
         # Each step would read the whole cache over the bus.
         f"policy {config.selection.name()}": not reads_selection(config.selector),
         f"{config.config.first_dense_layers} leading dense layers": config.config.first_dense_layers > 0,
@@ -54,7 +40,7 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
     selector, least = config.selector, config.config.min_context_tokens
     if selector is not None and reads_selection(selector) and not current_platform.is_cpu():
         # Contexts that are read whole have copies up to the largest selection; longer ones would cross the bus.
-        most = (most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages) * selector.page_size
+        most = largest_selection(config) * selector.page_size
         if least > most + 1:
             yield f"{KEY}.min_context_tokens", least, f"up to {most + 1} with offload"
     yield from _refuse_size(vllm_config, config.offload)

@@ -11,9 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sparse_kernels.block_copy import copy_blocks
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 _MARGIN = 1
 """Blocks before a chunk that are copied after the chunk's keys are written, in addition to those of the chunk."""
+
+
+def stored_dtype(spec: AttentionSpec) -> torch.dtype:
+    """Returns the dtype of keys and values. vLLM has the bytes of an 8-bit cache."""
+    return torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
 
 
 class BlockCopies(NamedTuple):

@@ -44,6 +44,12 @@ def most_pages_on_gpu(selection: Selection) -> int:
     return max(MAX_K, selection.budget_pages, selection.pages_read.most)
 
 
+def largest_selection(config: ResolvedConfig) -> int:
+    """Returns the complete pages that a GPU launch has room for, if the settings select pages."""
+    assert isinstance(config.selector, Selection)
+    return most_pages_on_gpu(config.selector) if varies_pages(config) else config.selector.budget_pages
+
+
 def pages_of_request(
     arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False
 ) -> PagesRead | None:

@@ -51,7 +51,7 @@ from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies
+from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies, stored_dtype
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
@@ -280,9 +280,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         """Returns buffers for the blocks of the longest context. vLLM allocates its cache afterwards."""
         in_order = sorted(layers.values(), key=lambda layer: extract_layer_index(layer.layer_name))
         capacity = -(-vllm_config.model_config.max_model_len // self.block_size)
-        dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
         shape = 2, capacity, spec.num_kv_heads, self.block_size, 2 * spec.head_size
-        return Staging([layer.impl for layer in in_order], torch.zeros(shape, dtype=dtype, device=device))
+        return Staging([layer.impl for layer in in_order], torch.zeros(shape, dtype=stored_dtype(spec), device=device))
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[list[DecodeRun], Prompts | None]:
         """Returns the requests that decode, and the other requests if some of them attend sparsely.

@@ -1,0 +1,46 @@
+"""Traits of an engine that some sections are not proven right with, in the words of their refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_sparse_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def architecture_of(vllm_config: VllmConfig) -> str:
+    """Returns the names of the model's architectures."""
+    return ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
+
+
+def unlike_layers_or_engines(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yields the traits of models whose layers do not all attend to the whole context, and of engines in parts."""
+    model, parallel, architecture = (
+        vllm_config.model_config, vllm_config.parallel_config, architecture_of(vllm_config)
+    )  # fmt: skip
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
+    if model.is_hybrid:
+        yield f"{architecture} with state-space layers"
+    elif windows:
+        yield f"{architecture} with layers of a sliding window or a chunk"
+    if parallel.pipeline_parallel_size > 1:
+        yield f"{parallel.pipeline_parallel_size} pipeline stages"
+    if parallel.data_parallel_size > 1:
+        yield f"{parallel.data_parallel_size} data-parallel engines"
+    if vllm_config.attention_config.backend_per_kind:
+        yield "a backend by kind of attention"
+
+
+def shared_caches(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yields the traits of engines whose blocks have other readers or writers than one layer of one request."""
+    cache = vllm_config.cache_config
+    if getattr(vllm_config.model_config.hf_text_config, "num_kv_shared_layers", 0):
+        yield f"{architecture_of(vllm_config)} with layers that share a cache"
+    if vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config):
+        yield "speculation"
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        yield "a KV connector"
