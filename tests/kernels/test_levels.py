@@ -181,10 +181,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_triton_refines_what_the_rule_says(
     monkeypatch, pages: tuple[int, ...], num_kv_heads: int, group_size: int, head_size: int, block_size: int
 ) -> None:
-    from sparse_kernels.page_score import leveled_triton
+    from sparse_kernels.page_score import leveled_triton, triton
 
     # Fewer steps of the interpreter.
-    monkeypatch.setattr(leveled_triton, "_PAGES", 128)
+    for module in (leveled_triton, triton):
+        monkeypatch.setattr(module, "PAGES", 128)
     contexts = [8 * count + 5 for count in pages]
     batch = make_batch(contexts, num_kv_heads, head_size, block_size, statistics="int4", kind=KIND.name)
     query = torch.randn(len(pages), num_kv_heads, group_size, head_size).bfloat16()
@@ -240,13 +241,13 @@ def test_triton_finds_the_pages_of_several_query_tokens() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_triton_scores_no_group_that_is_skipped(monkeypatch) -> None:
-    from sparse_kernels.page_score import leveled_triton
+    from sparse_kernels.page_score import leveled_triton, triton
 
     batch = make_batch([8 * 2049], 2, 64, statistics="int4", kind=KIND.name)
     query = torch.randn(1, 2, 1, 64).bfloat16()
     every = triton_scores(batch, query, 0.25, batch.num_pages)
     # Few programs, each with several runs and reads of keys.
-    monkeypatch.setattr(leveled_triton, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton, "_PROGRAMS", 1)
     monkeypatch.setattr(leveled_triton, "_KEYS", 64)
     skipped = torch.tensor([[0, 1]], dtype=torch.uint8)
     some = triton_scores(batch, query, 0.25, batch.num_pages, skipped=skipped)

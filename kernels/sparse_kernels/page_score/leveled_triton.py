@@ -15,28 +15,14 @@ import triton.language as tl
 
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, SHARE_UNITS, STRIPES, in_units
+from sparse_kernels.page_score.triton import PAGES, num_pages, runs_at_once
 from sparse_kernels.page_statistics import PageStatistics
 
-_PAGES = 64
-"""Pages of a run: their vectors fill the registers of a few warps."""
 _KEYS = 1024
 """First scores that a program reads at once."""
-_PROGRAMS = 8192
-"""Programs of a launch that scores more runs of pages than this: several times what a GPU runs at once."""
 _ROUND = tl.constexpr(1.5 * 2**23)
 _NOT_FINITE = tl.constexpr(2.0**100)
 _FLAT_PAGES, _LEAST, _UNITS, _STRIPES = (tl.constexpr(x) for x in (FLAT_PAGES, LEAST_OF_STRIPE, SHARE_UNITS, STRIPES))
-
-
-@triton.jit
-def _num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size):
-    count = tl.load(lengths_ptr + token // tokens_per_request)
-    if page_size > 0:
-        # Lengths are those of contexts, of which the tokens of a request are the last.
-        count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
-    if skipped_ptr is not None:
-        count = tl.where(tl.load(skipped_ptr + row) != 0, 0, count)
-    return count
 
 
 @triton.jit
@@ -97,7 +83,7 @@ def _first_scores(
 ):
     row = tl.program_id(0)
     token = row // num_kv_heads
-    count = _num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size)
+    count = num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size)
     if count <= _FLAT_PAGES:
         return
     head = (row % num_kv_heads).to(tl.int64)
@@ -162,7 +148,7 @@ def _refine(
     row = tl.program_id(0)
     stripe = tl.program_id(1)
     token = row // num_kv_heads
-    count = _num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size)
+    count = num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size)
     head = (row % num_kv_heads).to(tl.int64)
     table = table_ptr + (token // tokens_per_request).to(tl.int64) * table_stride
     scores = scores_ptr + row.to(tl.int64) * scores_stride
@@ -252,12 +238,11 @@ def launch_scores(
         "BYTES": triton.next_power_of_2(batch.head_size) // 2,
         "DROPPED": codes.dropped,
         "PAGES_PER_BLOCK": statistics.pages_per_block,
-        "PAGES": _PAGES,
+        "PAGES": PAGES,
         "num_warps": 4,
         # A product and a sum would otherwise be rounded once.
         "enable_fp_fusion": False,
     }
     if width > FLAT_PAGES:
-        runs = min(triton.cdiv(width, _PAGES), max(1, _PROGRAMS // rows))
-        _first_scores[(rows, runs)](*arguments, **constants)
+        _first_scores[(rows, runs_at_once(batch, statistics, rows))](*arguments, **constants)
     _refine[(rows, STRIPES)](*arguments, in_units(refined), KEYS=_KEYS, **constants)

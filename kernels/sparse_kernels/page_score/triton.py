@@ -15,10 +15,22 @@ import triton.language as tl
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.page_statistics import PageStatistics
 
-_PAGES = 64
+PAGES = 64
 """Pages of a run: their vectors fill the registers of a few warps."""
 _PROGRAMS = 8192
 """Programs of a launch that scores more runs of pages than this: several times what a GPU runs at once."""
+
+
+@triton.jit
+def num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size):
+    """Returns the complete pages of a row's context; 0 for a skipped row."""
+    count = tl.load(lengths_ptr + token // tokens_per_request)
+    if page_size > 0:
+        # Lengths are those of contexts, of which the tokens of a request are the last.
+        count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
+    if skipped_ptr is not None:
+        count = tl.where(tl.load(skipped_ptr + row) != 0, 0, count)
+    return count
 
 
 @triton.jit
@@ -53,12 +65,7 @@ def _page_score(
     row = tl.program_id(0)
     token = row // num_kv_heads
     request = token // tokens_per_request
-    count = tl.load(lengths_ptr + request)
-    if page_size > 0:
-        # Lengths are those of contexts, of which the tokens of a request are the last.
-        count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
-    if skipped_ptr is not None:
-        count = tl.where(tl.load(skipped_ptr + row) != 0, 0, count)
+    count = num_pages(lengths_ptr, skipped_ptr, row, token, tokens_per_request, page_size)
     head = (row % num_kv_heads).to(tl.int64)
     dim = tl.arange(0, DIMS)
     real = dim < HEAD_SIZE
@@ -101,6 +108,13 @@ def _page_score(
         tl.store(scores_ptr + row.to(tl.int64) * scores_stride + page, best.to(tl.bfloat16), mask=exists)
 
 
+def runs_at_once(batch: DecodeBatch, statistics: PageStatistics, rows: int) -> int:
+    """Returns the programs of a row: one for each run of pages that the block table has room for, unless there are many
+    rows."""
+    runs = triton.cdiv(batch.block_table.shape[1] * statistics.pages_per_block, PAGES)
+    return int(min(runs, max(1, _PROGRAMS // rows)))
+
+
 def launch_scores(
     batch: DecodeBatch,
     statistics: PageStatistics,
@@ -113,8 +127,7 @@ def launch_scores(
     kind, num_kv_heads = statistics.kind, statistics.vectors.shape[1]
     scales, spread = statistics.scales, statistics.spread
     rows = batch.num_tokens * num_kv_heads
-    runs = triton.cdiv(batch.block_table.shape[1] * statistics.pages_per_block, _PAGES)
-    _page_score[(rows, min(runs, max(1, _PROGRAMS // rows)))](
+    _page_score[(rows, runs_at_once(batch, statistics, rows))](
         batch.query,
         statistics.vectors,
         scales,
@@ -140,6 +153,6 @@ def launch_scores(
         HEAD_SIZE=batch.head_size,
         DIMS=triton.next_power_of_2(batch.head_size),
         PAGES_PER_BLOCK=statistics.pages_per_block,
-        PAGES=_PAGES,
+        PAGES=PAGES,
         num_warps=4,
     )
