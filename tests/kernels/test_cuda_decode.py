@@ -14,6 +14,7 @@ from support.cuda import (
     STD_WEIGHT,
     Case,
     Inputs,
+    assert_a_graph_serves,
     assert_close,
     assert_scores_close,
     checked_scores,
@@ -48,18 +49,7 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
 
 def test_a_graph_serves_other_lengths() -> None:
     case = Case((3000, 517, 4096))
-    inputs = Inputs(case)
-    decode(inputs, case)
-    from sparse_kernels.sparse_decode import cuda
-
-    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
-    for lengths in ((3000, 517, 4096), (1, 0, 2777), (600, 511, 4000)):
-        inputs.seq_lens.copy_(torch.tensor(lengths))
-        graph.replay()
-        assert torch.equal(out, decode(inputs, case))
+    assert_a_graph_serves(case, ((3000, 517, 4096), (1, 0, 2777), (600, 511, 4000)))
 
 
 @pytest.mark.parametrize("case", (CASES | BEYOND).values(), ids=CASES | BEYOND)

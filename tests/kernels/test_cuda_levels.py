@@ -5,7 +5,7 @@ import torch
 from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.page_score.cuda import launch_scores
 from sparse_kernels.page_topk.reference import select_pages
-from support.cuda import LEVELED, ON_GPU, Case, Inputs, assert_scores_close, decode
+from support.cuda import LEVELED, ON_GPU, Case, Inputs, assert_a_graph_serves, assert_scores_close, decode
 
 pytestmark = ON_GPU
 
@@ -71,19 +71,8 @@ def test_scores_of_two_levels_equal_the_reference() -> None:
 
 
 def test_a_graph_crosses_the_border_of_flat_rows() -> None:
-    from sparse_kernels.sparse_decode import cuda
-
     case = Case((30003, 8 * 2049, 517), kind="leveled_quarters", format="int4", refined=0.25, k=128)
-    inputs = Inputs(case)
-    decode(inputs, case)
-    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
-    for lengths in ((30003, 16392, 517), (16384, 16391, 100), (16399, 0, 517)):
-        inputs.seq_lens.copy_(torch.tensor(lengths))
-        graph.replay()
-        assert torch.equal(out, decode(inputs, case))
+    assert_a_graph_serves(case, ((30003, 16392, 517), (16384, 16391, 100), (16399, 0, 517)))
 
 
 def test_a_request_does_not_depend_on_its_neighbours() -> None:

@@ -333,6 +333,22 @@ def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
     return output.heads
 
 
+def assert_a_graph_serves(case: Case, all_lengths: tuple[tuple[int, ...], ...]) -> None:
+    """A captured decode step has the bits of a new one at other lengths."""
+    from sparse_kernels.sparse_decode import cuda
+
+    inputs = Inputs(case)
+    decode(inputs, case)
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
+    for lengths in all_lengths:
+        inputs.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, decode(inputs, case))
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Weights and outputs are rounded to bfloat16 (2^-9 each). If outputs over selected pages nearly cancel, the error
     is relative to the whole output."""
