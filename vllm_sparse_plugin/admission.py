@@ -27,7 +27,7 @@ from vllm_sparse_plugin.config.anchors import refuse_anchors
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
-from vllm_sparse_plugin.engine_traits import architecture_of, shared_caches, unlike_layers_or_engines
+from vllm_sparse_plugin.engine_traits import architecture_of, moved_blocks, shared_caches, unlike_layers_or_engines
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
@@ -56,8 +56,6 @@ SPECULATORS = ("ngram", "eagle", "eagle3", "mtp")
 CPU_SPECULATORS = (*SPECULATORS, "draft_model")
 """Speculative methods that are supported on a CPU. On a GPU the statistics of a draft model's pages differed from those
 of its keys."""
-NOISE = "DecodeBenchConnector"
-"""The KV connector that fills blocks with noise, for time measurements."""
 SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
 """Model types of drafts for which vLLM uses a separate proposer that reads the model's caches."""
 
@@ -422,7 +420,7 @@ def _expect_model(
 
 def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
     # These cases are not proven safe: a layer might read blocks that were given back.
-    refused = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)]
+    refused = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config), *moved_blocks(vllm_config)]
     if vllm_config.model_config.hf_config.model_type in LEARNED_SINKS:
         refused.append(f"{architecture_of(vllm_config)} with learned attention sinks")
     for got in refused:
@@ -461,8 +459,8 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     refuse(model.enable_prompt_embeds, "prompts of embeddings")
     refuse(vllm_config.lora_config is not None, "LoRA adapters")
     refuse(vllm_config.watermark_config is not None, "watermarks")
-    transfer, offloading = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
-    refuse(offloading or (transfer is not None and transfer.kv_connector != NOISE), "a KV connector")
+    for got in moved_blocks(vllm_config, noise=False):
+        refuse(True, got)
     refuse(parallel.tensor_parallel_size > 1, f"{parallel.tensor_parallel_size} tensor-parallel workers")
 
 

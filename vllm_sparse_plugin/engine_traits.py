@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+NOISE = "DecodeBenchConnector"
+"""The KV connector that fills blocks with noise, for time measurements."""
+
+
 def architecture_of(vllm_config: VllmConfig) -> str:
     """Returns the names of the model's architectures."""
     return ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
@@ -37,10 +41,19 @@ def unlike_layers_or_engines(vllm_config: VllmConfig) -> Iterator[str]:
 
 def shared_caches(vllm_config: VllmConfig) -> Iterator[str]:
     """Yields the traits of engines whose blocks have other readers or writers than one layer of one request."""
-    cache = vllm_config.cache_config
     if getattr(vllm_config.model_config.hf_text_config, "num_kv_shared_layers", 0):
         yield f"{architecture_of(vllm_config)} with layers that share a cache"
     if vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config):
         yield "speculation"
-    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+
+
+def moved_blocks(vllm_config: VllmConfig, noise: bool = True) -> Iterator[str]:
+    """Yields the trait of engines whose blocks other stores or engines write.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        noise: whether the connector counts that only fills blocks with noise.
+    """
+    transfer, offloading = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
+    if offloading or (transfer is not None and (noise or transfer.kv_connector != NOISE)):
         yield "a KV connector"

@@ -57,6 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations of models. Time does not depend on their weights."""
+SHAPES["llama-3.2-1b"] = SHAPES["llama-3.1-8b"] | {
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_parameters": SHAPES["llama-3.1-8b"]["rope_parameters"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
 for _name, _tokens in (("512k", 1 << 19), ("1m", 1 << 20)):
     SHAPES[f"llama-3.1-8b-{_name}"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": _tokens}
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 EXTENSION = "bench.common.worker.BenchWorker"
+_LARGEST_BYTE = 0x78
+"""No byte below it makes a floating-point number infinite, in any format."""
 
 
 class BenchWorker:
@@ -24,6 +26,17 @@ class BenchWorker:
         runner, tokens = worker.model_runner, worker.vllm_config.num_speculative_tokens
         rates = None if probability is None else torch.full((tokens,), probability, device=runner.device)
         runner.rejection_sampler.synthetic_conditional_rates = rates
+
+    def fill_page_records(self) -> None:
+        """Fill page records that are not in the blocks with noise, as vLLM's connector for noise fills blocks."""
+        worker: Any = self
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        records = (getattr(getattr(layer, "impl", None), "statistics_beside", None) for layer in layers)
+        # They were made in vLLM's inference mode.
+        with torch.inference_mode():
+            for kept in records:
+                if kept is not None:
+                    kept.normal_() if kept.is_floating_point() else kept.random_(_LARGEST_BYTE)
 
     def draw_weights(self) -> None:
         """Replace dummy weights by random ones that keep activations near unit size.

@@ -63,6 +63,9 @@ def capacity(
     window: Annotated[
         float | None, typer.Option(min=1, help="Measure this many seconds of a busy server instead of whole runs.")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="With a window: each client asks its first prompt again and again.")
+    ] = False,
     lead: Annotated[float, typer.Option(min=0, help="Seconds of load before the window.")] = 30,
     additional_config: AdditionalConfig = None,
     server_argument: ServerArgument = None,
@@ -72,9 +75,11 @@ def capacity(
 ) -> None:
     """Measure users and throughput of every variant with every cache; exit code 3 if a server fails."""
     end, console, failed = time.monotonic() + time_limit, open_console(), []
+    if again and window is None:
+        raise ConfigurationError("again: got true without a window, allowed: --window SECONDS")
     variants = parse_variants(variant or VARIANTS)
     caches = [parse_cache(text) for text in split_values(cache_tokens or _CACHES)]
-    apply = None if window is None else partial(measure_window, Window(lead, window))
+    apply = None if window is None else partial(measure_window, Window(lead, window, again))
     clients = parse_sizes("concurrency", concurrency or ["32,256"])
     asked = [ClientRow(context=input_tokens, requests=each) for each in clients]
     loads = make_loads([RANDOM], asked, output_tokens, waves)

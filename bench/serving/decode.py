@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +62,7 @@ class DecodeSettings(BackendSettings):
     block_size: int | None
     max_num_batched_tokens: int | None
     one_token: bool
-    """Whether all generated tokens are the same."""
+    """Whether each batch is measured again with one generated token."""
     noise_cache: bool
     """Whether keys and values are noise instead of those of prompts."""
 
@@ -167,16 +168,21 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         compilation_config=DECODE_GRAPHS,
     ) as (llm, backend):
         start_seconds = time.perf_counter() - begin
-        generate = generator(llm, only=7 if settings.one_token else None)
+        generates = {False: generator(llm)} | ({True: generator(llm, only=7)} if settings.one_token else {})
         cache = llm.llm_engine.vllm_config.cache_config
         block_size = cache.block_size
         blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
         prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
+        if settings.noise_cache:
+            # The first step makes the records.
+            generates[False]([prompts[0][:64]], 2)
+            llm.collective_rpc("fill_page_records")
         for row in settings.grid:
             fits = blocks // -(-row.context // block_size)
             length = row.context - settings.new_tokens - 1
             largest = min(fits, settings.max_num_seqs)
-            for batch in sorted({largest if batch is None else batch for batch in row.batches}):
+            batches = sorted({largest if batch is None else batch for batch in row.batches})
+            for batch, one_token in product(batches, generates):
                 about = {
                     **variant_columns(variant, backend, settings.additional_config, model),
                     "context_tokens": row.context,
@@ -184,13 +190,13 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
                     "block_size": block_size,
                     "kv_cache_tokens": blocks * block_size,
                     "noise_cache": settings.noise_cache,
-                    "one_token": settings.one_token,
+                    "one_token": one_token,
                 }
                 if batch > fits or batch == 0:
                     write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
                     continue
                 asked = [prompt[:length] for prompt in prompts[:batch]]
-                measured = measure_batch(generate, asked, settings, length - block_size)
+                measured = measure_batch(generates[one_token], asked, settings, length - block_size)
                 kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
                 found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
                 write(found)
@@ -228,7 +234,8 @@ def decode(
     block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
     one_token: Annotated[
-        bool, typer.Option("--one-token", help="Generate one token again and again: steps then select similar pages.")
+        bool,
+        typer.Option("--one-token", help="Measure each batch again with one token all the time: steps select alike."),
     ] = False,
     noise_cache: Annotated[
         bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")
@@ -280,10 +287,15 @@ def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seq
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return one line for each context and batch, one column for each variant."""
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    times = {(row["context_tokens"], row["batch"], row["variant"]): row.get("ms_per_token") for row in rows}
+    times = {(row["context_tokens"], row["batch"], _named(row)): row.get("ms_per_token") for row in rows}
+    variants = list(dict.fromkeys(_named(row) for row in rows))
     lines = Table("context", "batch", *variants, title="Decode: ms per token")
     for context, batch in sorted({key[:2] for key in times}):
         found = [times.get((context, batch, variant)) for variant in variants]
         lines.add_row(str(context), str(batch), *("-" if ms is None else f"{ms:.2f}" for ms in found))
     return lines
+
+
+def _named(row: Row) -> str:
+    """The variant of a row, and whether its steps select alike."""
+    return f"{row['variant']}, one token" if row.get("one_token") else str(row["variant"])

@@ -23,6 +23,8 @@ class Window(NamedTuple):
     lead_seconds: float
     """Seconds of load before the measurement."""
     seconds: float
+    again: bool = False
+    """Whether a client asks its first prompt again and again, as in a conversation with short turns."""
 
 
 def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end: float) -> Row:
@@ -45,14 +47,15 @@ def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end
     except ExceptionGroup as group:
         raise ChildProcessError(f"a client failed: {group.exceptions[0]!r}") from group
     wait_until_quiet(lambda: read_metrics(metrics_text(client)))
-    return {"requests": None, "lead_seconds": window.lead_seconds, **watched.window_columns()}
+    about = {"requests": None, "lead_seconds": window.lead_seconds, "prompts_again": window.again}
+    return {**about, **watched.window_columns()}
 
 
 async def _watch_clients(window: Window, load: Load, client: OpenAI, model: Model) -> Watched:
     # A proxy of the environment must not see local requests.
     http = AsyncClient(base_url=str(client.base_url), timeout=None, limits=Limits(), trust_env=False)
     async with http, asyncio.TaskGroup() as group:
-        asking = [group.create_task(_ask(http, load, model, f"{load.seed} {n}")) for n in range(load.concurrency)]
+        asking = [group.create_task(_ask(http, load, model, n, window.again)) for n in range(load.concurrency)]
         await asyncio.sleep(window.lead_seconds)
         with watch(lambda: metrics_text(client)) as watched:
             await asyncio.sleep(window.seconds)
@@ -61,16 +64,19 @@ async def _watch_clients(window: Window, load: Load, client: OpenAI, model: Mode
     return watched
 
 
-async def _ask(http: AsyncClient, load: Load, model: Model, seed: str) -> None:
-    """Asks one distinct prompt after the other, and reads the streamed answers."""
-    rng = random.Random(seed)
+async def _ask(http: AsyncClient, load: Load, model: Model, client: int, again: bool) -> None:
+    """Asks one distinct prompt after the other, or the first one `again`, and reads the streamed answers."""
+    rng = random.Random(f"{load.seed} {client}")
     tokens = range(3, model.vocabulary)
+    prompt = rng.choices(tokens, k=load.input_tokens)
     while True:
         body = {
-            "model": model.folder.name, "prompt": rng.choices(tokens, k=load.input_tokens), "stream": True,
+            "model": model.folder.name, "prompt": prompt, "stream": True,
             "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True,
         }  # fmt: skip
         async with http.stream("POST", "completions", json=body) as reply:
             reply.raise_for_status()
             async for _ in reply.aiter_raw():
                 pass
+        if not again:
+            prompt = rng.choices(tokens, k=load.input_tokens)

@@ -85,6 +85,14 @@ def test_offloading_keeps_the_answers(
         assert 0 < from_host < read
 
 
+def test_offloading_keeps_the_answers_of_an_8_bit_cache(questions: list[Question]) -> None:
+    settings = {"sparse_attention": {"offload": {"host_memory": "4GiB"}}}
+    with engine(kv_cache_dtype="fp8") as llm:
+        expected = ask(llm, questions)
+    with engine(kv_cache_dtype="fp8", additional_config=settings, kv_cache_memory_bytes=None) as llm:
+        assert ask(llm, questions) == expected
+
+
 def test_offloaded_requests_with_a_common_prompt_arrive_together(questions: list[Question]) -> None:
     # vLLM shares a block from the step on that fills it, so these prompts read what others write in the same step.
     document, _ = questions[0].parts

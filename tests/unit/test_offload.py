@@ -99,6 +99,10 @@ def test_what_is_not_proven_is_refused(case, folder, monkeypatch):
     assert engine_config(folder(**model), **given, **arguments)
 
 
+def test_blocks_of_noise_are_admitted(folder):
+    assert engine_config(folder(), **offloading(), **connector("DecodeBenchConnector"))
+
+
 FIELD = "sparse_attention.offload.host_memory"
 SIZES = {
     "more than is free": ("101GiB", None, f"{FIELD}: got 101GiB", "up to 100.0GiB, the free host memory"),

@@ -150,8 +150,10 @@ class SparseImpl:
     alibi_slopes: torch.Tensor | None
     hot: tuple[HotPool, int] | None = None
     """With offloading, the copies of pages in device memory, and the layer's index there; None for no copies."""
-    _statistics_rows: tuple[int, torch.Tensor] | None = None
-    """With offloading, the address of the layer's cache and the statistics rows of its blocks, on the device."""
+    statistics_beside: torch.Tensor | None = None
+    """With offloading, `[num_blocks, num_kv_heads, rows, 2 * head_size]`, the statistics of blocks, on the device."""
+    _rows_of: int = 0
+    """With statistics beside, the address of the layer's cache."""
     _ring: tuple[QueryRing, int] | None = None
     """Where the layer keeps its queries, and its index there; None if they need not be kept."""
 
@@ -203,13 +205,13 @@ class SparseImpl:
     def _rows_beside(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """Returns the statistics rows of a cache that has none in its blocks; the same rows for the same cache."""
         assert self.plan.statistics is not None
-        address, kept = kv_cache.data_ptr(), self._statistics_rows
-        if kept is None or kept[0] != address or len(kept[1]) != len(kv_cache):
+        address, kept = kv_cache.data_ptr(), self.statistics_beside
+        if kept is None or self._rows_of != address or len(kept) != len(kv_cache):
             blocks, heads, block_size, elements = kv_cache.shape
             rows = self.plan.statistics.rows(block_size)
-            kept = address, kv_cache.new_zeros(blocks, heads, rows, elements)
-            self._statistics_rows = kept
-        return kept[1]
+            kept = kv_cache.new_zeros(blocks, heads, rows, elements)
+            self.statistics_beside, self._rows_of = kept, address
+        return kept
 
     def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
         """Keeps the queries of observation windows. For a rule that counts every query, adds up the votes.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
 from vllm_sparse_plugin.config.offload import AUTO
-from vllm_sparse_plugin.engine_traits import shared_caches, unlike_layers_or_engines
+from vllm_sparse_plugin.engine_traits import moved_blocks, shared_caches, unlike_layers_or_engines
 from vllm_sparse_plugin.offload.memory import available_memory
 from vllm_sparse_plugin.policies import reads_selection
 from vllm_sparse_plugin.requests.arguments import largest_selection
@@ -24,7 +24,8 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
     """Yields the field, the value and the allowed values of options that are not proven right with offloading."""
     from vllm.platforms import current_platform
 
-    refused = dict.fromkeys([*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)], True)
+    traits = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)]
+    refused = dict.fromkeys([*traits, *moved_blocks(vllm_config, noise=False)], True)
     refused |= {
         "sleep mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
         # Each step would read the whole cache over the bus.

@@ -63,6 +63,14 @@ def test_the_table_has_a_column_for_each_variant_and_a_dash_where_nothing_was_me
     assert cells[3][-2:] == ["5.80", "-"]
 
 
+def test_the_table_has_a_column_for_steps_of_one_token():
+    rows = [row | {"one_token": False} for row in decode_rows()]
+    again = [row | {"one_token": True, "ms_per_token": 1.5} for row in rows if row["variant"] == "unique"]
+    lines = decode_table([*rows, *again])
+    assert [column.header for column in lines.columns][3:] == ["unique", "unique, one token"]
+    assert set(lines.columns[4].cells) == {"1.50"}
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_plot_draws_a_panel_for_each_batch(monkeypatch, tmp_path, suffix):
     pytest.importorskip("matplotlib")

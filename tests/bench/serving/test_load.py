@@ -89,7 +89,9 @@ def test_a_watch_counts_who_runs_while_others_wait():
 
 
 class AskedServer(ThreadingHTTPServer):
-    """Streams tokens to every client without end, and counts them."""
+    """Streams tokens to every client, and counts them. By default an answer does not end."""
+
+    answer_tokens: float = math.inf
 
     def __init__(self, status: int = 200):
         self.status, self.prompts, self.tokens, self.open, self.lock = status, [], 0, 0, threading.Lock()
@@ -119,7 +121,9 @@ class AskedServer(ThreadingHTTPServer):
             self.send_response(of.status)
             self.end_headers()
             with suppress(OSError):
-                while of.status == 200:
+                written = 0
+                while of.status == 200 and written < of.answer_tokens:
+                    written += 1
                     self.wfile.write(b"data: a token\n\n")
                     with of.lock:
                         of.tokens += 1
@@ -143,7 +147,7 @@ def asked_server(request):
     thread.join()
 
 
-def measured_window(server: AskedServer, monkeypatch, end: float = math.inf) -> dict:
+def measured_window(server: AskedServer, monkeypatch, end: float = math.inf, again: bool = False) -> dict:
     """The row of a window that ends when all three clients have received tokens."""
     waited = []
 
@@ -156,7 +160,7 @@ def measured_window(server: AskedServer, monkeypatch, end: float = math.inf) -> 
     monkeypatch.setattr("bench.serving.window.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": wait}))
     client = OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none")
     model = SimpleNamespace(folder=Path("needle"), vocabulary=50)
-    row = measure_window(Window(1, 2), Load("random", 20, 8, 3, 3, 1), client, model, end)
+    row = measure_window(Window(1, 2, again), Load("random", 20, 8, 3, 3, 1), client, model, end)
     assert waited == [1, 2]
     return row
 
@@ -171,6 +175,16 @@ def test_a_window_counts_what_a_server_does_while_clients_ask_and_they_hang_up_b
     assert asked_server.open == 0
     assert len({tuple(prompt) for prompt in asked_server.prompts}) == len(asked_server.prompts) == 3
     assert {len(prompt) for prompt in asked_server.prompts} == {20}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_client_asks_the_next_prompt_or_its_first_one_again(again, asked_server, monkeypatch):
+    asked_server.answer_tokens = 20
+    row = measured_window(asked_server, monkeypatch, again=again)
+    asked = [tuple(prompt) for prompt in asked_server.prompts]
+    assert row["prompts_again"] == again
+    assert len(asked) > 3
+    assert len(set(asked)) == (3 if again else len(asked))
 
 
 @pytest.mark.parametrize("asked_server", [400], indirect=True)

@@ -23,7 +23,7 @@ SERVING = {
     ),
     "no model": (
         ["--model", "missing"],
-        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.1-8b-512k, llama-3.1-8b-1m or ",
+        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.2-1b, llama-3.1-8b-512k, llama-3.1-8b-1m or ",
     ),
 }
 DECODE = SERVING | {
@@ -81,6 +81,7 @@ def test_capacity_refuses_a_cache_that_is_none(refused, tmp_path):
     output = ("capacity", "--output", str(tmp_path / "out"))
     found = refused(serving_main, *output, "--cache-tokens", "some")
     assert found == "cache_tokens: got 'some', allowed: a positive integer or max"
+    assert refused(serving_main, *output, "--again") == "again: got true without a window, allowed: --window SECONDS"
     assert refused(serving_main, *output, "--input-tokens", "131072").startswith("input_tokens: got 131072, allowed ")
 
 
