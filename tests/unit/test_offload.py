@@ -124,6 +124,19 @@ def test_sizes_that_cannot_be_are_refused(case, folder, monkeypatch):
     assert str(caught.value) == f"{got}, allowed with attention backend unique: {allowed}"
 
 
+def test_a_configuration_that_vllm_makes_after_the_cache_is_pinned_is_admitted(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), attention_backend="unique")
+    on_cuda(monkeypatch)
+    config.additional_config = {"sparse_attention": {"offload": {"host_memory": "60GiB"}}}
+    config.cache_config.kv_cache_memory_bytes = None
+    unpin = pool.pin(Driver(100 * GIB), 4096, 60 * GIB)
+    monkeypatch.setattr("vllm_sparse_plugin.offload.refusals.available_memory", lambda: 40 * GIB)
+    admit(config, BACKENDS)
+    unpin()
+    with pytest.raises(ConfigurationError, match=r"got 60GiB, .* up to 40\.0GiB"):
+        admit(config, BACKENDS)
+
+
 def test_a_cpu_has_one_memory(folder):
     expected = (
         "sparse_attention.offload.host_memory: got 1GiB, allowed with attention backend unique_offload: auto on a CPU, "

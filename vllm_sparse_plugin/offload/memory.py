@@ -10,6 +10,13 @@ _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class Pinned:
+    """The memory that this process has pinned for caches."""
+
+    size = 0
+    """Bytes."""
+
+
 def available_memory() -> int | None:
     """Returns the free bytes of this machine or container; None if unknown."""
     found = []

@@ -27,7 +27,7 @@ from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.offload.memory import available_memory
+from vllm_sparse_plugin.offload.memory import Pinned, available_memory
 from vllm_sparse_plugin.offload.staging import stored_dtype
 from vllm_sparse_plugin.requests.arguments import largest_selection
 
@@ -254,9 +254,11 @@ def pin(runtime: Any, address: int, size: int) -> Callable[[], None]:
     parts: list[int] = []
 
     def unpin() -> None:
-        for part in parts:
-            runtime.cudaHostUnregister(part)
+        while parts:
+            runtime.cudaHostUnregister(parts.pop())
+        Pinned.size -= size
 
+    Pinned.size += size
     for start in range(0, size, _PINNED_AT_ONCE):
         code = int(runtime.cudaHostRegister(address + start, min(_PINNED_AT_ONCE, size - start), 0))
         if code:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
 from vllm_sparse_plugin.config.offload import AUTO
 from vllm_sparse_plugin.engine_traits import moved_blocks, shared_caches, unlike_layers_or_engines
-from vllm_sparse_plugin.offload.memory import available_memory
+from vllm_sparse_plugin.offload.memory import Pinned, available_memory
 from vllm_sparse_plugin.policies import reads_selection
 from vllm_sparse_plugin.requests.arguments import largest_selection
 
@@ -61,7 +61,8 @@ def _refuse_size(vllm_config: VllmConfig, offload: Offload) -> Iterator[tuple[st
     given, wanted = vllm_config.cache_config.kv_cache_memory_bytes, _bytes_per_worker(vllm_config, offload)
     if given not in (None, wanted):
         yield "kv_cache_memory_bytes", given, f"none, since {field} says how large the cache is"
-    if free is not None and offload.bytes > free:
+    # vLLM also checks configurations once the cache has its memory.
+    if free is not None and not Pinned.size and offload.bytes > free:
         yield field, offload.host_memory, f"up to {free / 2**30:.1f}GiB, the free host memory"
 
 
