@@ -1,5 +1,6 @@
 """Lossless mode in whole engines on a GPU: sparse steps draft, and the tokens are those of dense decoding."""
 
+import json
 import math
 import random
 import re
@@ -92,6 +93,7 @@ CASES = {
     "three at once": {"max_num_seqs": 3},
     "one at once": {"max_num_seqs": 1},
     "blocks are scarce": {"num_gpu_blocks_override": 700},
+    "few sizes are captured": {"compilation_config": PIECEWISE | {"cudagraph_capture_sizes": [1, 2, 5, 7]}},
     "fp8": {"kv_cache_dtype": "fp8"},
     "as long as pays": lossless(draft_length="adaptive"),
 }
@@ -122,6 +124,69 @@ def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tok
     assert 0.5 < accepted / drafted <= 1
     answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]
     assert sum(map(is_correct, questions, answers)) >= 0.9 * len(questions)
+
+
+def test_prefixes_are_forgotten_while_drafts_are_in_flight(prompts, questions, tokenizer, monkeypatch):
+    """Requests are preempted whenever the cache is reset, and start again."""
+    with engine(**lossless(), num_gpu_blocks_override=700) as llm:
+        step, steps = llm.llm_engine.step, []
+
+        def reset_and_step():
+            steps.append(len(steps) % 50 == 49 and llm.reset_prefix_cache(reset_running_requests=True))
+            return step()
+
+        monkeypatch.setattr(llm.llm_engine, "step", reset_and_step)
+        found = go_on(llm, prompts)
+        assert any(steps)
+        assert counted(llm, "num_preemptions") > 0
+        assert llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_usage() == 0
+    answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]
+    assert sum(map(is_correct, questions, answers)) >= 0.9 * len(questions)
+
+
+def test_log_probabilities_of_short_prompts_are_those_of_dense_attention(prompts):
+    """A prompt that is as short as the drafts of a batch is no batch of drafts."""
+    asked = [prompt[:length] for prompt, length in zip(prompts, [2, 9, 17, 40, 129, 260], strict=False)]
+    found = []
+    for arguments in ({"attention_backend": "dense"}, lossless()):
+        with engine(**arguments) as llm:
+            found.append([done.prompt_logprobs for done in prompt_log_probabilities(llm, asked)])
+    for one, other in zip(*found, strict=True):
+        for expected, actual in zip(one[1:], other[1:], strict=True):
+            assert expected.keys() == actual.keys()
+            assert all(abs(expected[token].logprob - actual[token].logprob) < TIES["auto"] for token in expected)
+
+
+def prompt_log_probabilities(llm: Any, prompts: list[list[int]]) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "pattern": "^[0-9]{3}$"}, "sure": {"type": "boolean"}},
+    "required": ["code", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_sixteen_requests_follow_a_schema(backend, prompts, tokenizer):
+    pytest.importorskip({"xgrammar": "xgrammar", "guidance": "llguidance"}[backend])
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    asked = [tokenizer.decode(prompt[:3000]) for prompt in prompts[:16]]
+    assert len(asked) == 16
+    with engine(**lossless(), structured_outputs_config={"backend": backend}) as llm:
+        texts = [done.outputs[0].text for done in llm.generate(asked, params, use_tqdm=False)]
+    for text in texts:
+        answer = json.loads(text)
+        assert re.fullmatch("[0-9]{3}", answer["code"])
+        assert isinstance(answer["sure"], bool)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from support.cuda import (
     assert_scores_close,
     checked_scores,
     decode,
+    in_pieces,
     launches,
+    split,
 )
 
 pytestmark = ON_GPU
@@ -37,6 +39,28 @@ def test_decode_equals_the_reference_whatever_the_launch(case: Case, monkeypatch
         assert torch.equal(output, outputs[0])
     if inputs.routing is not None:
         assert torch.equal(outputs[0] == 0, expected == 0)
+
+
+FAR = (
+    "ragged", "quarters", "sketch", "leveled, short", "leveled, fp8 cache", "bounds", "representatives", "fp8 cache",
+    "three query tokens", "routed", "newest pages", "many pages", "heads of 80", "group of 17",
+    "budget of 2,048 pages of 16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_blocks_beyond_two_to_the_31_elements_are_read_as_near_ones(name: str) -> None:
+    case = (CASES | BEYOND)[name]
+    inputs = Inputs(case)
+    far = inputs.in_last_blocks(case, 12 << 30)
+    assert int(far.block_table.max()) * far.cache[0].numel() > 2**32
+    with_one_launch = launches(case.group, case.head_size) if name in CASES else [None]
+    for launch in with_one_launch:
+        assert torch.equal(decode(far, case, launch), decode(inputs, case, launch))
+    if case.skipped is None:
+        assert torch.equal(in_pieces(far, case), in_pieces(inputs, case))
+    if case.queries == 1:
+        assert torch.equal(split(far, case), split(inputs, case))
 
 
 def test_a_request_does_not_depend_on_its_neighbours() -> None:

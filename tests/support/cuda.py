@@ -211,11 +211,8 @@ class Inputs:
             cache = torch.cat([tokens.view(torch.uint8), torch.zeros_like(tokens[:, :, :more]).view(torch.uint8)], 2)
             cache = cache.view(torch.float8_e4m3fn)
             self.query_scale, self.key_scale, self.value_scale = (torch.tensor([x]).cuda() for x in (0.5, 1.5, 0.7))
-        self.cache = cache.cuda()
-        tokens = self.cache[:, :, : case.block_size]
-        self.keys = PagedTensor.from_rows(tokens[..., : case.head_size], case.page_size)
-        self.values = PagedTensor.from_rows(tokens[..., case.head_size :], case.page_size)
-        self.statistics = layout.views(self.cache[:, :, case.block_size :], case.block_size)
+        self.layout = layout
+        self.bind(cache.cuda(), case)
         if case.eight_bit_cache:
             pages = torch.arange(len(self.cache) * self.keys.pages_per_block, device=self.cache.device)
             update_page_statistics(
@@ -234,6 +231,23 @@ class Inputs:
         self.budgets: torch.Tensor | None = None
         self.dense_requests: torch.Tensor | None = None
         self.hot: HotPages | None = None
+
+    def bind(self, cache: torch.Tensor, case: Case) -> None:
+        """Makes the views of a cache."""
+        self.cache, tokens = cache, cache[:, :, : case.block_size]
+        self.keys = PagedTensor.from_rows(tokens[..., : case.head_size], case.page_size)
+        self.values = PagedTensor.from_rows(tokens[..., case.head_size :], case.page_size)
+        self.statistics = self.layout.views(cache[:, :, case.block_size :], case.block_size)
+
+    def in_last_blocks(self, case: Case, size: int) -> "Inputs":
+        """The same requests in the last blocks of a cache of `size` bytes. No other byte of it is a number."""
+        moved, block = copy(self), self.cache[0].nbytes
+        cache = torch.full((size // block * block,), 0xFF, dtype=torch.uint8, device="cuda")
+        cache = cache.view(self.cache.dtype).view(-1, *self.cache.shape[1:])
+        cache[-len(self.cache) :] = self.cache
+        moved.bind(cache, case)
+        moved.block_table = self.block_table + (len(cache) - len(self.cache))
+        return moved
 
     def context_lens(self, case: Case) -> torch.Tensor:
         from_end = torch.arange(case.queries - 1, -1, -1, device="cuda")

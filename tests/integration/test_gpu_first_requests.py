@@ -1,0 +1,43 @@
+"""The first requests of a server compile no kernel of Triton: vLLM's monitor of compilations makes it an error."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_sparse_plugin.names import BACKENDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+# Kernels stay compiled in a process, so each backend has its own.
+PROGRAM = """
+import random, sys
+from support.gpu_engines import engine
+from vllm import SamplingParams
+
+rng = random.Random(0)
+settings = {"offload": {"host_memory": "2GiB"}} if sys.argv[1] == "unique_offload" else {}
+cache = {"kv_cache_memory_bytes": None} if settings else {}
+with engine(
+    attention_backend=sys.argv[1], jit_monitor_mode="error", additional_config={"sparse_attention": settings}, **cache
+) as llm:
+    for lengths in ([4000, 1300], [12000], [1, 17, 300, 2049], [4000] * 6):
+        prompts = [{"prompt_token_ids": rng.choices(range(3, 4000), k=length)} for length in lengths]
+        for _ in range(2):
+            llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(max_tokens=20, temperature=1, logprobs=3, ignore_eos=True), use_tqdm=False)
+"""
+NAMES = sorted(name.lower() for name in BACKENDS if name not in ("SINKROUTER", "DENSE"))
+"""`sinkrouter` needs a calibration, and `dense` has no kernels of the plugin while prompts are computed."""
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_first_requests_compile_nothing(backend: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, backend]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
