@@ -70,6 +70,9 @@ def run(
         typer.Option(help=f"Of {', '.join(FORMATS)}. Whole decode steps are measured with the first two."),
     ] = None,
     budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = Geometry.k,
+    kv_heads: Annotated[
+        int, typer.Option(min=1, help="KV heads of the layer: 1 as on a worker of tensor parallelism 8.")
+    ] = Geometry.num_kv_heads,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
     time_limit: TimeLimit = 480,
     build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile missing kernels.")] = False,
@@ -97,7 +100,8 @@ def run(
     from bench.kernels.workload import Workload
 
     console = open_console()
-    device, geometry = torch.device("cuda", torch.cuda.current_device()), Geometry(k=budget_pages)
+    device = torch.device("cuda", torch.cuda.current_device())
+    geometry = Geometry(num_kv_heads=kv_heads, k=budget_pages)
     bandwidth = read_bandwidth(device)
     description = describe(device, commit)
     torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from sparse_kernels.cuda.launch import (
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.page_coverage import launches as coverage
-from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
+from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.cu"))
@@ -51,7 +51,7 @@ MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
 BY_HEAD = SCORE | {"BY_HEAD": 1}
-FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "CHUNK": 8192, "PIPELINED": 1}
+FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "PIPELINED": 1}
 COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
@@ -77,7 +77,7 @@ CASES = {
     "find candidates": ("sparse_decode/candidates.cu", FIND),
     "find candidates by int8, groups of 3": (
         "sparse_decode/candidates.cu",
-        FIND | {"RECORD": INT8, "GROUP": 3, "HEAD_SIZE": 80, "PIPELINED": 0, "BLOCKS_PER_SM": 3, "CHUNK": 128},
+        FIND | {"RECORD": INT8, "GROUP": 3, "HEAD_SIZE": 80, "PIPELINED": 0, "BLOCKS_PER_SM": 3},
     ),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
@@ -456,6 +456,7 @@ def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
     static_assert(MAX_CANDIDATES == {MAX_K}, "k");
     static_assert(MOST_STRIPES == {batch.MOST_STRIPES}, "stripes");
     static_assert(WHOLE_TOKENS == {batch.WHOLE_TOKENS}, "tokens");
+    static_assert(Chunks::MOST == {MOST_CHUNK}, "chunk");
     """
     compile_with(tmp_path / "limits.cu", text, {})
 

@@ -26,7 +26,7 @@ INT8, QUARTERS = 128, 256
 @pytest.mark.parametrize(
     ("rows", "shape", "record_bytes", "expected"),
     [
-        (8, NARROW, INT8, Launch(True, 8, 16, 1)),
+        (8, NARROW, INT8, Launch(True, 8, 16, 1, most_fused=1 << 12)),
         (9, NARROW, INT8, Launch(True, 4, 16, 1)),
         (24, NARROW, INT8, Launch(True, 4, 16, 1)),
         (25, NARROW, INT8, Launch(True, 2, 16, 1)),
@@ -40,12 +40,12 @@ INT8, QUARTERS = 128, 256
         (57, NARROW, QUARTERS, Launch(True, 2, 8, 2)),
         (67, NARROW, QUARTERS, Launch(True, 1, 8, 2, most_fused=1 << 13)),
         (67, WIDE, QUARTERS, Launch(True, 4, 8, 1)),
-        (8, WIDE, INT8, Launch(True, 8, 8, 1)),
+        (8, WIDE, INT8, Launch(True, 8, 8, 1, most_fused=1 << 12)),
         (1000, WIDE, INT8, Launch(True, 4, 8, 1)),
         (1000, STOPPING, INT8, Launch(True, 4, 8, 2)),
         (1000, DecodeShape(16, 256, 4096, 64, stopping=True), INT8, Launch(True, 8, 8, 1)),
-        (8, DecodeShape(4, 128, 1 << 19, 64), INT8, Launch(True, 8, 16, 1, chunk=2048)),
-        (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True)),
+        (8, DecodeShape(4, 128, 1 << 19, 64), INT8, Launch(True, 8, 16, 1, most_fused=1 << 12)),
+        (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True, most_fused=1 << 12)),
     ],
 )
 def test_the_launch_follows_from_rows_and_shape(
@@ -86,14 +86,17 @@ def test_a_launch_does_not_follow_from_the_longest_context(rows: int, stopping: 
             launch_of(rows, DecodeShape(4, 128, pages, 1024, stopping), record_bytes, HOPPER)
             for pages in (4096, 1 << 17)
         )
-        assert short == long._replace(chunk=short.chunk)
+        assert short == long
         assert short.candidates(DecodeShape(4, 128, 4096, 1024, stopping)) == 0
         assert long.candidates(DecodeShape(4, 128, 1 << 17, 1024, stopping)) == 16 * 1024
 
 
-def test_chunks_are_small_where_candidates_are_few() -> None:
-    for pages, k, chunk in ((17408, 1024, 2048), (17408, 64, 1024), (1 << 17, 1024, 8192), (1 << 17, 64, 1024)):
-        assert launch_of(200, DecodeShape(4, 128, pages, k), QUARTERS, HOPPER).chunk == chunk
+def test_a_gpu_with_more_multiprocessors_has_more_blocks_for_as_many_rows() -> None:
+    for rows in (8, 9, 24, 25, 66, 67, 132, 133):
+        twice = launch_of(2 * rows, NARROW, INT8, (10, 0), multiprocessors=264)
+        assert twice == launch_of(rows, NARROW, INT8, HOPPER)
+    assert launch_of(20, NARROW, INT8, HOPPER, multiprocessors=16) == launch_of(133, NARROW, INT8, HOPPER)
+    assert launch_of(1, NARROW, INT8, HOPPER, multiprocessors=16).cluster == 4
 
 
 @pytest.mark.parametrize("rows", [8, 1000])
@@ -106,8 +109,8 @@ def test_pages_come_from_memory_where_a_block_cannot_number_what_it_selects_from
 
 
 def test_a_block_has_room_for_what_it_selects_from() -> None:
-    launch = Launch(True, 1, 8, 2, most_fused=8192, chunk=8192)
-    for pages, k, keys in ((8192, 64, 8192), (8193, 64, 8192), (1 << 17, 64, 8192), (1 << 17, 1024, 16384)):
+    launch = Launch(True, 1, 8, 2, most_fused=8192)
+    for pages, k, keys in ((8192, 64, 8192), (8193, 64, 8193), (1 << 17, 64, 1 << 14), (1 << 19, 1024, 1 << 16)):
         assert launch.keys(DecodeShape(4, 128, pages, k)) == keys
     assert launch._replace(fused=False).keys(DecodeShape(4, 128, 1 << 16, 64)) == 1 << 16
 
@@ -149,7 +152,8 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_batch_takes_more_shared_memory_than_admission_counts(shape: DecodeShape) -> None:
     found = max(
-        shared_bytes(launch_of(rows, shape, record_bytes, HOPPER), shape)
+        shared_bytes(launch_of(rows, shape, record_bytes, HOPPER, multiprocessors=multiprocessors), shape)
+        for multiprocessors in (16, 132)
         for rows in range(1, 300)
         for record_bytes in (0, 64, 128, 256, 512)
     )

@@ -55,22 +55,37 @@ struct WholeParams {
     int most_requests;    // Room for this many requests.
 };
 
-// The best pages of each chunk of a long context, best first; equal scores in text order. Chunk c starts at c * k,
-// where k is the row's budget.
+// The best pages of each chunk of a long context, best first; equal scores in text order. As many pages of a chunk are
+// kept as the row reads, or all of a smaller chunk.
 struct CandidateParams {
     u16* keys;       // [rows, stride], ordered like the scores (select.cuh); null if no context is long.
     int* pages;      // [rows, stride]
-    i64 stride;      // A multiple of eight.
-    int chunk;       // Pages of a chunk.
+    i64 stride;      // Room for candidates, a multiple of eight.
+    int parts;       // Thread blocks that share a row, if it has as many chunks.
+    int chunk;       // Pages of a chunk, at least.
     int most_fused;  // Contexts of up to this many pages have no candidates: their row scores them itself.
 
     DEVICE bool has(int num_pages) const { return keys && num_pages > most_fused; }
+};
 
-    // The number of candidates of a context above its budget.
-    DEVICE int count(int num_pages, int k) const {
-        int before = (num_pages - 1) / chunk;
-        return before * k + min(k, num_pages - before * chunk);
+// The chunks of a context with candidates, whose row reads k pages: one to each thread block, unless the candidates
+// would not find room or a chunk would be too large.
+struct Chunks {
+    // Of the pages of a chunk. Warps score this many pages at a time.
+    static constexpr int UNIT = 32, MOST = 8192;
+    int size;
+    int kept;  // Of each chunk but the last.
+    int count;
+
+    DEVICE Chunks(const CandidateParams& p, int num_pages, int k) {
+        size = max(p.chunk, ceil_div(num_pages, p.parts));
+        int most = (int)p.stride / max(k, 1);
+        if (num_pages > p.stride && ceil_div(num_pages, size) > most) size = ceil_div(num_pages, most);
+        size = min(ceil_div(size, UNIT) * UNIT, MOST);
+        kept = min(k, size), count = ceil_div(num_pages, size);
     }
+
+    DEVICE int candidates(int num_pages) const { return (count - 1) * kept + min(kept, num_pages - (count - 1) * size); }
 };
 
 // Copies of pages of a cache in host memory (hot.cuh). Null pointers: none.

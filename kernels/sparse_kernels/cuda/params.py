@@ -131,7 +131,8 @@ class CandidateParams(ctypes.Structure):
     """The best pages of each chunk of long contexts."""
 
     _fields_: ClassVar[_Fields] = [
-        ("keys", _Pointer), ("pages", _Pointer), ("stride", _Long), ("chunk", _Int), ("most_fused", _Int),
+        ("keys", _Pointer), ("pages", _Pointer), ("stride", _Long), ("parts", _Int), ("chunk", _Int),
+        ("most_fused", _Int),
     ]  # fmt: skip
 
 

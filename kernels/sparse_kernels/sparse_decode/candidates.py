@@ -19,6 +19,7 @@ from sparse_kernels.cuda.params import (
     StatisticsParams,
     pointer,
 )
+from sparse_kernels.cuda.shared_memory import round_up
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import DecodeShape
 from sparse_kernels.page_score.cuda import format_of, launch_of
@@ -31,17 +32,19 @@ _WAVES = 2
 
 
 class Candidates(NamedTuple):
-    """The best pages of each chunk of long contexts, as many per chunk as a row reads."""
+    """The best pages of each chunk of long contexts."""
 
     keys: torch.Tensor
     """`[num_tokens * num_kv_heads, n]` int16, ordered like the scores."""
     pages: torch.Tensor
     """`[num_tokens * num_kv_heads, n]` int32."""
+    parts: int
+    """Thread blocks that share a row."""
 
     def params(self, launch: Launch) -> CandidateParams:
         """Returns the struct of the kernels."""
         return CandidateParams(
-            pointer(self.keys), pointer(self.pages), self.keys.stride(0), launch.chunk, launch.most_fused
+            pointer(self.keys), pointer(self.pages), self.keys.stride(0), self.parts, launch.chunk, launch.most_fused
         )
 
 
@@ -62,21 +65,18 @@ def find_candidates(
         routing: which KV groups are skipped; they need no candidates.
         launch: the decode launch.
         shape: the shape that the decode launch is compiled for.
-
-    Raises:
-        ValueError: if a chunk has fewer pages than are read.
     """
-    if launch.chunk < shape.k:
-        raise ValueError(f"chunk: got {launch.chunk} pages, allowed: at least k, {shape.k}")
     statistics, device = cache.statistics, batch.query.device
     assert statistics is not None
     skipped = None if routing is None else skipped_groups(batch, cache, routing)
-    rows, room = batch.num_tokens * cache.num_kv_heads, -(-launch.candidates(shape) // 8) * 8
+    rows, room = batch.num_tokens * cache.num_kv_heads, round_up(launch.candidates(shape), 8)
+    scoring = launch_of(statistics)
+    filled = _WAVES * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     found = Candidates(
         torch.empty((rows, room), dtype=torch.int16, device=device),
         torch.empty((rows, room), dtype=torch.int32, device=device),
+        max(1, filled // rows),
     )
-    scoring = launch_of(statistics)
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "RECORD": format_of(statistics),
@@ -84,7 +84,6 @@ def find_candidates(
         "HEAD_SIZE": cache.head_size,
         "PAGE_SIZE": cache.page_size,
         "PAGES_PER_BLOCK": cache.keys.pages_per_block,
-        "CHUNK": launch.chunk,
         "WARPS": scoring.warps,
         "BLOCKS_PER_SM": scoring.blocks_per_sm,
         "PIPELINED": int(scoring.pipelined),
@@ -99,6 +98,5 @@ def find_candidates(
         found.params(launch),
     )
     chunks = -(-shape.max_pages // launch.chunk)
-    filled = _WAVES * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    compiled.launch((max(1, min(chunks, filled // rows)), cache.num_kv_heads, batch.num_tokens), params)
+    compiled.launch((min(chunks, found.parts), cache.num_kv_heads, batch.num_tokens), params)
     return found

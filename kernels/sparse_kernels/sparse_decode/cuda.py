@@ -50,6 +50,7 @@ from sparse_kernels.page_topk.cuda import list_pages, select_pages
 from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode.candidates import find_candidates
 from sparse_kernels.sparse_decode.launches import (
+    MOST_FUSED,
     NO_CANDIDATES,
     Launch,
     fixed_bytes,
@@ -85,6 +86,7 @@ def sparse_decode(
     group_size = batch.group_size(cache.num_kv_heads)
     shape = DecodeShape(group_size, cache.head_size, max_pages, selection.k, rule is not None)
     capability = torch.cuda.get_device_capability(device)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     leveled = statistics is not None and statistics.kind.is_leveled
     if launch is None:
         if in_pieces(shape, capability):
@@ -92,7 +94,10 @@ def sparse_decode(
             return
         record_bytes = 0 if statistics is None else statistics.vector_bytes
         rows = batch.num_tokens * cache.num_kv_heads
-        launch = launch_of(rows, shape, record_bytes, capability, leveled)
+        launch = launch_of(rows, shape, record_bytes, capability, leveled, multiprocessors)
+        if routing is not None and launch.cluster > 1:
+            # Routing would need a launch of its own before the one that finds candidates.
+            launch = launch._replace(most_fused=max(launch.most_fused, MOST_FUSED))
     elif leveled:
         launch = launch._replace(most_fused=NO_CANDIDATES)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
@@ -157,7 +162,6 @@ def sparse_decode(
     grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
     if batch.whole is not None:
         # Multiprocessors without a row take stripes of dense contexts.
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         room = launch.blocks_per_sm * multiprocessors - math.prod(grid)
         grid = grid[0], grid[1], batch.num_tokens + max(0, room // (launch.cluster * cache.num_kv_heads))
     compiled.launch(grid, params, block_bytes)

@@ -292,7 +292,7 @@ struct Row {
 
     // The same for a context with candidates.
     DEVICE void select_candidates(int num_pages) const {
-        int count = p.candidates.count(num_pages, k);
+        int count = Chunks(p.candidates, num_pages, k).candidates(num_pages);
         const int* pages = p.candidates.pages + row * p.candidates.stride;
         shared.select.clear(thread);
         read_candidates(count);

@@ -26,6 +26,9 @@ from sparse_kernels.limits import (
     shared_bytes_of,
 )
 
+MOST_FUSED = 1 << 14
+"""The most pages of a context that the thread blocks of a row score, where rows fill the GPU."""
+
 
 class Launch(NamedTuple):
     """The thread blocks of a row. Results do not depend on it."""
@@ -41,17 +44,18 @@ class Launch(NamedTuple):
     listed: bool = False
     """Whether the launch reads its pages from memory, after other launches have scored and selected. It needs no shared
     memory for scores, so contexts may have any length."""
-    most_fused: int = 1 << 14
+    most_fused: int = MOST_FUSED
     """The most pages of a context that a fused launch scores. For longer contexts a launch before it finds candidates,
     with more thread blocks than a row has."""
-    chunk: int = MAX_K
-    """Pages of a chunk, whose best are kept; at least as many as are read."""
+    chunk: int = 128
+    """The fewest pages of a chunk, whose best are candidates. The length of a context decides how many more it has:
+    `Chunks` in params.cuh."""
 
     def candidates(self, shape: DecodeShape) -> int:
-        """Returns the number of candidates of the longest context; 0 if the launch scores every context."""
+        """Returns the room for the candidates of a context; 0 if the launch scores every context."""
         if not self.fused or shape.max_pages <= self.most_fused:
             return 0
-        return -(-shape.max_pages // self.chunk) * shape.k
+        return max(min(shape.max_pages, _MOST_CANDIDATES), -(-shape.max_pages // MOST_CHUNK) * shape.k)
 
     def keys(self, shape: DecodeShape) -> int:
         """Returns the most keys, of pages or candidates, that a thread block selects from."""
@@ -61,6 +65,10 @@ class Launch(NamedTuple):
         return max(min(shape.max_pages, self.most_fused), candidates) if candidates else shape.max_pages
 
 
+MOST_CHUNK = 1 << 13
+"""The most pages of a chunk: `Chunks::MOST` in params.cuh."""
+_MOST_CANDIDATES = 1 << 14
+"""The most candidates of a context that does not need more chunks."""
 NO_CANDIDATES = 1 << 62
 """`Launch.most_fused` of a launch that scores every context, or none."""
 MOST_PAGES_AT_ONCE = MAX_K
@@ -68,10 +76,12 @@ MOST_PAGES_AT_ONCE = MAX_K
 cluster's read and another launch adds up. The bits differ, so the number is the same for all batches."""
 
 
-# The number of rows decides the launch, as measured on an H200: about one wave of thread blocks, and large thread
-# blocks if they suffice.
+MEASURED_MULTIPROCESSORS = 132
+"""Multiprocessors of an H200, where the tables below were measured. Another GPU takes as many rows more or fewer."""
+# The number of rows decides the launch: about one wave of thread blocks, and large thread blocks if they suffice. Few
+# rows leave multiprocessors without work, so a launch before scores sooner.
 _LAUNCHES = (
-    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1, most_fused=1 << 12)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
     (132, Launch(True, cluster=1, warps=16, blocks_per_sm=1)),
@@ -79,14 +89,12 @@ _LAUNCHES = (
 )
 # With a stop rule a warp works on at most one chain.
 _STOPPING_LAUNCHES = (
-    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1, most_fused=1 << 12)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
 )
 # With one thread block per row, a longer context would occupy it long after other rows have ended.
 _MOST_FUSED_BY_ONE = 1 << 13
-# Small chunks occupy more thread blocks; large chunks leave fewer candidates.
-_MOST_CANDIDATES, _MOST_CHUNK = 1 << 14, 1 << 13
 _WIDE_RECORD_BYTES = 256
 # With wide records, more rows than the first number take half as many warps with twice the registers: the number of
 # loads in flight stays, and more cache is free. More rows than the second number take half as many warps and two thread
@@ -95,7 +103,12 @@ _FEWER_WARPS = (32, 56)
 
 
 def launch_of(
-    num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int], leveled: bool = False
+    num_rows: int,
+    shape: DecodeShape,
+    record_bytes: int,
+    capability: tuple[int, int],
+    leveled: bool = False,
+    multiprocessors: int = MEASURED_MULTIPROCESSORS,
 ) -> Launch:
     """Returns the launch of a batch.
 
@@ -106,6 +119,7 @@ def launch_of(
         capability: compute capability of the GPU.
         leveled: whether records are scored in two levels. A chunk of a context does not tell which pages are refined,
             so there are no candidates.
+        multiprocessors: of the GPU.
 
     Raises:
         ValueError: for a stop rule without clusters, because one thread block has no room for the chains of a row.
@@ -118,12 +132,16 @@ def launch_of(
         launch = Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
         return listed_if_long(launch, shape, MAX_PAGES_WITHOUT_CLUSTERS, capability)
     launches = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
-    launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
+
+    def few(most_rows: int) -> bool:
+        return num_rows <= most_rows * multiprocessors // MEASURED_MULTIPROCESSORS
+
+    launch = next(launch for most_rows, launch in launches if few(most_rows))
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
     fewest, most = _FEWER_WARPS
-    if not shape.stopping and not leveled and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
-        launch = launch._replace(warps=8, blocks_per_sm=1 if wide or num_rows <= most else 2)
+    if not shape.stopping and not leveled and record_bytes >= _WIDE_RECORD_BYTES and not few(fewest):
+        launch = launch._replace(warps=8, blocks_per_sm=1 if wide or few(most) else 2)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
     if not record_bytes:
         return launch._replace(fused=False, listed=True)
@@ -131,8 +149,6 @@ def launch_of(
         return listed_if_long(launch._replace(most_fused=NO_CANDIDATES), shape, MAX_PAGES, capability)
     if launch.cluster == 1:
         launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
-    while launch.candidates(shape) > _MOST_CANDIDATES and launch.chunk < _MOST_CHUNK:
-        launch = launch._replace(chunk=2 * launch.chunk)
     return listed_if_long(launch, shape, MAX_PAGES, capability)
 
 
