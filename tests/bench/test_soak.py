@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, gap_at_first_difference
 from bench.common.metrics import is_busy, read_metrics
-from bench.robustness.soak.clients import Tally, run_client
+from bench.robustness.soak.clients import Asker, Tally, run_client
 from bench.robustness.soak.command import measure_drift
 
 ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
@@ -44,18 +44,34 @@ def test_clients_stop_after_enough_requests():
     class Quick:
         answer_tokens = 3
 
-        def ask(self, prompt: str) -> Continuation:
-            return answer(5, 6, 7)
+        def ask_copies(self, prompt: str, copies: int) -> list[Continuation]:
+            assert copies in (1, 2)
+            return [answer(5, 6, 7)] * copies
 
-        def hang_up(self, prompt: str, after: int) -> None:
+        def hang_up(self, prompt: str, after: int, copies: int) -> None:
             assert after < 3
 
     tally = Tally(most=40)
-    run_client(Quick(), {"prompt": ALONE}, LOGPROB_TOLERANCE, math.inf, 1, tally)
-    assert tally.answers + tally.hung_up == 40
+    run_client(Quick(), {"prompt": ALONE}, LOGPROB_TOLERANCE, math.inf, 1, tally, most_copies=2)
+    assert 40 <= tally.answers + tally.hung_up <= 41
     assert tally.answers > tally.hung_up > 0
     assert tally.faults == []
     assert not Tally(answers=10**6).is_full
+
+
+def test_copies_are_asked_with_a_choice_of_one_token():
+    """vLLM refuses several answers at temperature 0."""
+    asked = []
+
+    def create(**arguments: object) -> SimpleNamespace:
+        asked.append(arguments)
+        told = SimpleNamespace(tokens=["token_id:5"], top_logprobs=[{"token_id:5": -0.1}])
+        return SimpleNamespace(choices=[SimpleNamespace(logprobs=told)] * arguments.get("n", 1))
+
+    asker = Asker(SimpleNamespace(completions=SimpleNamespace(create=create)), "model", 1)
+    assert [len(asker.ask_copies("prompt", copies)) for copies in (1, 3)] == [1, 3]
+    assert [each["temperature"] for each in asked] == [0, 1]
+    assert [each["extra_body"].get("top_k") for each in asked] == [None, 1]
 
 
 def test_a_server_is_done_when_it_keeps_no_block():

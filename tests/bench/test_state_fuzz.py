@@ -4,11 +4,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from sparse_kernels.compaction import QueryRing, keep_tokens
 
 from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
 from bench.robustness.fuzz.command import parse_seeds
 from bench.robustness.fuzz.schedule import EVENTS, Fuzz
 from vllm_sparse_plugin.attention.cpu import SparseCPUMetadataBuilder
+from vllm_sparse_plugin.compaction import evictions
+from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.errors import ConfigurationError
 
 CROWDED = Case(
@@ -20,7 +23,14 @@ CROWDED = Case(
     drafts=3,
     prefix_cache=True,
 )
-CASES = (CROWDED, replace(CROWDED, policy="quest", block_size=64, num_blocks=14, drafts=2, chunk_tokens=48))
+SMALL = replace(CROWDED, num_blocks=1 + MAX_MODEL_LEN // 32, drafts=0, is_async=True)
+"""Requests with compaction need fewer blocks."""
+CASES = (
+    CROWDED,
+    replace(CROWDED, policy="quest", block_size=64, num_blocks=14, drafts=2, chunk_tokens=48),
+    replace(SMALL, policy="snapkv", is_async=False),
+    replace(SMALL, policy="h2o, every, and unique"),
+)
 STEPS = 110
 
 
@@ -55,6 +65,33 @@ def leave_out_a_page(metadata) -> None:
 def cut_contexts(metadata) -> None:
     if metadata.decode:
         metadata.decode.context_lens -= 1
+
+
+def share_what_will_be_written(monkeypatch) -> None:
+    monkeypatch.setattr(Retention, "longest_hit", lambda self, prompt_tokens, block_size: prompt_tokens)
+    monkeypatch.setattr(Retention, "shared_tokens", lambda self, prompt_tokens, block_size: prompt_tokens)
+
+
+def keep_the_worst(monkeypatch) -> None:
+    monkeypatch.setattr(evictions, "keep_tokens", lambda scores, *rest: keep_tokens(-scores, *rest))
+
+
+def vote_with_old_queries(monkeypatch) -> None:
+    newest = QueryRing.newest
+    monkeypatch.setattr(QueryRing, "newest", lambda self, slot, end, count: newest(self, slot, end - 1, count))
+
+
+@pytest.mark.parametrize(
+    ("damage", "policy", "fault"),
+    [
+        (share_what_will_be_written, "random, every", "kept tokens are not held tokens"),
+        (keep_the_worst, "random, every", "an eviction keeps another token"),
+        (vote_with_old_queries, "snapkv, every", "an eviction keeps another token"),
+    ],
+)
+def test_compaction_that_errs_is_found(monkeypatch, damage, policy, fault):
+    damage(monkeypatch)
+    assert fault in Fuzz(0, replace(SMALL, policy=policy)).run(4 * STEPS).fault
 
 
 @pytest.mark.parametrize(

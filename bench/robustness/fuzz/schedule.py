@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -13,6 +13,7 @@ from sparse_kernels.sparse_decode import reference as decode_reference
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -23,12 +24,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from bench.common.results import Row
 from bench.robustness.families.referee import JudgementError, checked_scores
 from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.kept import KeptError
 from bench.robustness.fuzz.truth import VOCABULARY
 from bench.robustness.fuzz.worker import FaultError, Worker
 
 EVENTS = (
     "requests", "finished", "chunks", "decodes", "hits", "hit_blocks", "preemptions", "resumptions", "aborts",
-    "aborts_in_flight", "drafted", "rejected", "sleeps", "pages", "judged_rows", "sparse_rows",
+    "aborts_in_flight", "drafted", "rejected", "sleeps", "pages", "judged_rows", "sparse_rows", "copies", "evictions",
 )  # fmt: skip
 """Names of the counters."""
 _ABORT, _ABORT_IN_FLIGHT, _SLEEP = 0.01, 0.01, 0.005
@@ -65,7 +67,7 @@ class Fuzz:
         self.worker = Worker(self.case, config, seed)
         self.outcome.counts = self.worker.counts
         group = KVCacheGroupSpec([self.worker.layer.name], self.worker.layer.spec)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if self.case.is_async else Scheduler)(
             config, KVCacheConfig(self.case.num_blocks, [], [group]), StructuredOutputManager(config),
             block_size=self.case.block_size,
         )  # fmt: skip
@@ -76,6 +78,8 @@ class Fuzz:
             self.hasher = get_request_block_hasher(self.case.block_size, digest)
         self.prefixes = [self._tokens(MAX_MODEL_LEN // 2) for _ in range(3)]
         self.asked = 0
+        self.in_flight: deque[tuple[SchedulerOutput, list[tuple[str, list[int]]]]] = deque()
+        """Steps whose tokens the scheduler does not know yet, and those tokens by request."""
 
     def run(self, steps: int, end: float = float("inf")) -> Outcome:
         """Run steps until a fault, the last step or `end` on `time.monotonic`; then free everything."""
@@ -84,7 +88,7 @@ class Fuzz:
                 while self.outcome.steps < steps and time.monotonic() < end:
                     self.step()
                 self._finish()
-            except (FaultError, JudgementError) as error:
+            except (FaultError, JudgementError, KeptError) as error:
                 self.outcome.fault = f"step {self.outcome.steps}: {error}"
         return self.outcome
 
@@ -96,12 +100,20 @@ class Fuzz:
         if output.kv_cache_block_copies or output.new_block_ids_to_zero:
             raise FaultError("vLLM copies or clears blocks, which this worker does not do")
         counts["preemptions"] += len(output.preempted_req_ids or ())
+        unknown = {name: new for _, results in self.in_flight for name, new in results if new}
         if output.total_num_scheduled_tokens:
             self.outcome.steps += 1
-            self.worker.step(output, scheduler.requests)
-        results = list(self._sample(output))
+            self.worker.step(output, scheduler.requests, unknown)
+        self.in_flight.append((output, list(self._sample(output, unknown))))
         if self.rng.random() < _ABORT_IN_FLIGHT:
             self._abort("aborts_in_flight")
+        while len(self.in_flight) > (self.case.is_async and output.total_num_scheduled_tokens > 0):
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Gives the scheduler the tokens of the oldest step in flight."""
+        counts, scheduler = self.worker.counts, self.scheduler
+        output, results = self.in_flight.popleft()
         names = [name for name, _ in results]
         before = len(scheduler.requests)
         scheduler.update_from_output(
@@ -121,7 +133,10 @@ class Fuzz:
         if rng.random() < _ABORT:
             self._abort("aborts")
         if rng.random() < _SLEEP:
-            # vLLM preempts running requests, clears the prefix cache, and has other memory contents after it wakes.
+            # vLLM ends the steps in flight, preempts running requests, clears the prefix cache, and has other memory
+            # contents after it wakes.
+            while self.in_flight:
+                self._deliver()
             self.worker.counts["sleeps"] += 1
             scheduler.reset_prefix_cache(reset_running_requests=True)
             self.worker.poison(range(self.case.num_blocks))
@@ -133,9 +148,13 @@ class Fuzz:
         room = MAX_MODEL_LEN - len(prompt) - 1
         answer = min(room, rng.choice((1, 5, 30, 100, 250)))
         sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        self.asked += 1
-        self.scheduler.add_request(Request(f"r{self.asked}", prompt, sampling, None, block_hasher=self.hasher))
-        self.worker.counts["requests"] += 1
+        # vLLM makes a request of each of the `n` answers to a prompt.
+        copies = rng.choice((1, 1, 1, 3))
+        self.worker.counts["copies"] += copies - 1
+        for _ in range(copies):
+            self.asked += 1
+            self.scheduler.add_request(Request(f"r{self.asked}", prompt, sampling, None, block_hasher=self.hasher))
+            self.worker.counts["requests"] += 1
 
     def _abort(self, kind: str) -> None:
         if self.scheduler.requests:
@@ -143,13 +162,18 @@ class Fuzz:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             self.worker.counts[kind] += 1
 
-    def _sample(self, output: SchedulerOutput) -> Iterator[tuple[str, list[int]]]:
-        """The new tokens of each request of a step: accepted drafts, and one more."""
+    def _sample(self, output: SchedulerOutput, unknown: Mapping[str, list[int]]) -> Iterator[tuple[str, list[int]]]:
+        """The new tokens of each request of a step: accepted drafts, and one more.
+
+        Args:
+            output: the step.
+            unknown: tokens of earlier steps that the scheduler does not know yet, by request.
+        """
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             drafts = output.scheduled_spec_decode_tokens.get(name, [])
             # The scheduler has already counted the step's tokens.
-            if request.num_computed_tokens - len(drafts) < request.num_tokens:
+            if request.num_computed_tokens - len(drafts) < request.num_tokens + len(unknown.get(name, ())):
                 yield name, []
                 continue
             accepted = self.rng.randint(0, len(drafts))
@@ -163,6 +187,8 @@ class Fuzz:
 
     def _finish(self) -> None:
         """Aborts the remaining requests. The pool must then be complete."""
+        while self.in_flight:
+            self._deliver()
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self.case.num_blocks - 1:

@@ -35,16 +35,24 @@ class Tokens:
 class Truth:
     """A row-major cache with a place for each request, and statistics from the reference."""
 
-    def __init__(self, layout: StatisticsLayout, num_kv_heads: int, num_places: int, block_size: int) -> None:
-        """Makes a cache for `num_places` requests of any length, in blocks of the layer's size."""
-        self.block_size, self.page_size = block_size, layout.page_size
+    def __init__(
+        self, layout: StatisticsLayout | None, heads: tuple[int, int], num_places: int, block_size: int
+    ) -> None:
+        """Makes a cache for requests of any length, in blocks of the layer's size.
+
+        Args:
+            layout: of the statistics; None for none.
+            heads: number and size of the KV heads.
+            num_places: number of requests.
+            block_size: tokens of a block.
+        """
+        self.block_size, self.page_size = block_size, block_size if layout is None else layout.page_size
         self.blocks_each = -(-MAX_MODEL_LEN // block_size)
-        rows = block_size + layout.rows(block_size)
-        memory = torch.zeros(
-            num_places * self.blocks_each, num_kv_heads, rows, 2 * layout.head_size, dtype=torch.bfloat16
-        )
+        num_kv_heads, head_size = heads
+        rows = block_size if layout is None else block_size + layout.rows(block_size)
+        memory = torch.zeros(num_places * self.blocks_each, num_kv_heads, rows, 2 * head_size, dtype=torch.bfloat16)
         self._rows = memory[:, :, :block_size]
-        self.statistics = layout.views(memory[:, :, block_size:], block_size)
+        self.statistics = None if layout is None else layout.views(memory[:, :, block_size:], block_size)
         self.table = torch.arange(len(memory), dtype=torch.int32).view(num_places, -1)
         """`[num_places, blocks_each]` int32, the blocks of each place."""
 
@@ -69,5 +77,5 @@ class Truth:
         within = positions % self.block_size
         self._rows[blocks, :, within] = torch.cat([keys, values], dim=-1)
         last = within % self.page_size == self.page_size - 1
-        if last.any():
+        if self.statistics is not None and last.any():
             update_page_statistics(self.cache.keys, self.statistics, blocks[last], within[last] // self.page_size)

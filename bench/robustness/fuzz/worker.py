@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from vllm.v1.request import Request
 
 from bench.robustness.families.referee import reference_output
 from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.kept import Kept, KeptError
 from bench.robustness.fuzz.truth import Tokens, Truth
 from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
@@ -42,8 +45,23 @@ class Row:
     place: int
     """Place of the request in the truth."""
     blocks: list[int] = field(default_factory=list)
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """`[num_tokens, num_kv_heads, head_size]`, with compaction of all tokens so far."""
     written: int = 0
-    """Tokens whose keys and values are in the truth."""
+    """Tokens that were computed, or came from the prefix cache."""
+    kept: Kept | None = None
+    """What it keeps; None without compaction."""
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that are no longer in the truth."""
+        return 0 if self.kept is None else self.written - self.kept.held.shape[1]
+
+    def columns(self) -> list[int]:
+        """The blocks that attention reads."""
+        if self.kept is None:
+            return self.blocks
+        return self.blocks[: self.kept.sinks] + self.blocks[self.kept.sinks + self.kept.left :]
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,11 @@ class Scheduled:
         return self.computed + len(self.tokens)
 
     @property
+    def seen(self) -> int:
+        """Tokens of its context after the step, without those that it has given back."""
+        return self.context - self.row.dropped
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether its prompt is not finished."""
         return bool(self.computed < self.request.num_prompt_tokens)
@@ -75,9 +98,14 @@ class Worker:
         """Makes the layer and its cache, filled with arbitrary old contents."""
         self.case, self.rng = case, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.layer = BareLayer.build(config, (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), case.block_size)
+        # It acts as its model runner, which knows the requests.
+        self.requests: dict[str, Request] = {}
+        """The requests that have not finished."""
+        self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=np.int64))
+        with rows.building(self):
+            self.layer = BareLayer.build(config, (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), case.block_size)
         self.plan: LayerPlan = self.layer.layer.impl.plan
-        assert self.plan.statistics is not None
+        self.compaction = self.layer.builder.sparse.compaction
         self.longest_decode: int = self.layer.builder.reorder_batch_threshold
         shape = NUM_KV_HEADS, self.layer.spec.num_states, 2 * HEAD_SIZE
         # Finite, because vLLM's attention requires this beyond the context.
@@ -89,7 +117,7 @@ class Worker:
         self.free_places = list(range(case.max_requests))
         self.table = np.zeros((case.max_requests, -(-MAX_MODEL_LEN // case.block_size)), np.int32)
         self.tokens = Tokens(NUM_KV_HEADS, HEAD_SIZE, self.generator)
-        self.truth = Truth(self.plan.statistics, NUM_KV_HEADS, case.max_requests, case.block_size)
+        self.truth = Truth(self.plan.statistics, (NUM_KV_HEADS, HEAD_SIZE), case.max_requests, case.block_size)
         self.queries = torch.randn(2048, NUM_HEADS, HEAD_SIZE, generator=self.generator).bfloat16()
         self.counts: Counter[str] = Counter()
 
@@ -99,40 +127,95 @@ class Worker:
             noise = torch.tensor([self.rng.randrange(_BANK) for _ in blocks])
             self.cache[torch.tensor(blocks)] = self._garbage[noise]
 
-    def step(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+    def step(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], unknown: Mapping[str, Sequence[int]]
+    ) -> None:
         """Computes a step.
+
+        Args:
+            output: what the scheduler says.
+            requests: its requests by name.
+            unknown: tokens of earlier steps that the scheduler does not know yet, by request.
 
         Raises:
             FaultError: describes a fault after the step.
+            KeptError: describes a fault of an eviction.
         """
-        scheduled = self._update(output, requests)
+        rows.preempt(self, output.preempted_req_ids or (), output.num_scheduled_tokens)
+        scheduled = self._update(output, requests, unknown)
         lengths = [len(each.tokens) for each in scheduled]
         batch = self._batch(scheduled, lengths)
-        positions = torch.cat([torch.arange(each.computed, each.context) for each in scheduled])
-        places = torch.tensor([each.row.place for each in scheduled]).repeat_interleave(torch.tensor(lengths))
-        keys, values = self.tokens.keys_and_values(
-            torch.tensor([token for each in scheduled for token in each.tokens]), positions
-        )
-        query = self.queries[torch.randint(len(self.queries), (len(positions),), generator=self.generator)]
+        positions = [torch.arange(each.computed, each.context) for each in scheduled]
+        tokens = torch.tensor([token for each in scheduled for token in each.tokens])
+        keys, values = self.tokens.keys_and_values(tokens, torch.cat(positions))
+        query = self.queries[torch.randint(len(self.queries), (len(tokens),), generator=self.generator)]
         result, _ = self.layer.step(batch, self.cache, query, keys, values)
-        self.truth.write(places, positions, keys, values)
-        for each in scheduled:
-            each.row.written = each.context
-        self._check_statistics(scheduled)
+        parts = zip(scheduled, positions, query.split(lengths), keys.split(lengths), values.split(lengths), strict=True)
+        for each, at, queries, of_keys, of_values in parts:
+            row = each.row
+            if row.kept is not None:
+                self._evict(row, each.computed)
+            self.truth.write(torch.full_like(at, row.place), at - row.dropped, of_keys, of_values)
+            if row.kept is not None:
+                row.kept.add(queries, of_keys)
+                row.values = torch.cat([row.values, of_values])
+            row.written = each.context
         if self.rng.random() < _JUDGED_STEPS:
             index = self.rng.randrange(len(scheduled))
             first = sum(lengths[:index])
             part = slice(first, first + lengths[index])
             self._check_output(scheduled[index], query[part], result[part])
+        for each in scheduled:
+            if each.row.kept is not None and each.row.kept.moves_at_once:
+                self._evict(each.row, each.context)
+        self._check_statistics(scheduled)
 
-    def _update(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Scheduled]:
+    def _evict(self, row: Row, computed: int) -> None:
+        """Follows what a request gives back when it has computed some tokens."""
+        kept = row.kept
+        assert kept is not None
+        left = kept.due(computed)
+        if left == kept.left:
+            return
+        self.counts["evictions"] += 1
+        if kept.retention.slides:
+            kept.slide(left)
+        else:
+            blocks = row.blocks[left : left + len(kept.targets(left)) // self.case.block_size]
+            kept.evict(left, self._positions(row, torch.tensor(blocks)))
+        heads = torch.arange(NUM_KV_HEADS)[:, None]
+        keys, values = (of[kept.held, heads].transpose(0, 1) for of in (kept.keys.bfloat16(), row.values))
+        places = torch.full((len(keys),), row.place)
+        self.truth.write(places, torch.arange(len(keys)), keys, values)
+
+    def _positions(self, row: Row, blocks: torch.Tensor) -> torch.Tensor:
+        """The positions of the tokens in some blocks of a request, `[num_kv_heads, num_tokens]`."""
+        assert row.kept is not None
+        size, cache = self.case.block_size, self.layer.layer.impl.cache
+        token = torch.arange(len(blocks) * size)
+        place = blocks[token // size], torch.arange(NUM_KV_HEADS)[:, None], token % size
+        written = torch.cat([paged.gather_tokens(*place) for paged in (cache.keys, cache.values)], dim=-1)
+        known = torch.cat([row.kept.keys.bfloat16(), row.values], dim=-1).transpose(0, 1)
+        found = torch.empty(written.shape[:2], dtype=torch.int64)
+        for head in range(NUM_KV_HEADS):
+            position = {_bytes(of_token): index for index, of_token in enumerate(known[head])}
+            for index, of_token in enumerate(written[head]):
+                if _bytes(of_token) not in position:
+                    raise KeptError("a kept token is none of the text")
+                found[head, index] = position[_bytes(of_token)]
+        return found
+
+    def _update(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], unknown: Mapping[str, Sequence[int]]
+    ) -> list[Scheduled]:
         """Applies the scheduler's output, and returns the requests of the step in vLLM's order."""
         cached = output.scheduled_cached_reqs
         for name in self.rows.keys() - output.num_scheduled_tokens.keys():
             # Finished, aborted or preempted requests. A request that only waits for a step keeps its blocks.
             if name in output.finished_req_ids or name not in requests or not requests[name].num_computed_tokens:
                 self._forget(name)
-        for name in output.finished_req_ids & self.rows.keys():
+        for name in output.finished_req_ids:
+            self.requests.pop(name, None)
             self._forget(name)
         parts = []
         for new in output.scheduled_new_reqs:
@@ -148,33 +231,36 @@ class Worker:
             elif blocks:
                 self.rows[name].blocks += blocks[0]
                 self.poison(blocks[0])
-        scheduled = [
-            self._part(requests[name], computed, output.num_scheduled_tokens[name], output) for name, computed in parts
-        ]
+        scheduled = [self._part(requests[name], computed, output, unknown.get(name, ())) for name, computed in parts]
         return sorted(scheduled, key=self._region)
 
     def _begin(self, name: str, blocks: list[int], computed: int, request: Request) -> None:
         """Adds a request whose first `computed` tokens came from the prefix cache."""
         self._forget(name)
         row = self.rows[name] = Row(self.free_places.pop(), list(blocks))
+        self.requests[name] = request
         hits = computed // self.case.block_size
         self.counts["hits"] += hits > 0
         self.counts["hit_blocks"] += hits
         self.poison(blocks[hits:])
-        if computed:
-            positions = torch.arange(computed)
-            keys, values = self.tokens.keys_and_values(torch.tensor(request.all_token_ids[:computed]), positions)
-            self.truth.write(torch.full_like(positions, row.place), positions, keys, values)
+        positions = torch.arange(computed)
+        tokens = torch.tensor(request.all_token_ids[:computed], dtype=torch.int64)
+        keys, row.values = self.tokens.keys_and_values(tokens, positions)
+        self.truth.write(torch.full_like(positions, row.place), positions, keys, row.values)
         row.written = computed
+        if self.compaction is not None:
+            scale = self.layer.layer.impl.scale
+            row.kept = Kept(self.compaction, self.case.block_size, scale, request.num_prompt_tokens, keys)
 
     def _forget(self, name: str) -> None:
         row = self.rows.pop(name, None)
         if row is not None:
             self.free_places.append(row.place)
 
-    def _part(self, request: Request, computed: int, count: int, output: SchedulerOutput) -> Scheduled:
+    def _part(self, request: Request, computed: int, output: SchedulerOutput, unknown: Sequence[int]) -> Scheduled:
+        count = output.num_scheduled_tokens[request.request_id]
         drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
-        tokens = [*request.all_token_ids[computed : computed + count], *drafts][:count]
+        tokens = [*request.all_token_ids[computed : computed + count], *unknown, *drafts][:count]
         row = self.rows[request.request_id]
         if len(tokens) != count or computed > row.written or len(row.blocks) * self.case.block_size < computed + count:
             raise FaultError("the schedule does not match the worker's state")
@@ -196,6 +282,11 @@ class Worker:
             position = np.arange(part.computed, part.context)
             block = self.table[index, position // self.case.block_size].astype(np.int64)
             slots.append(block * self.case.block_size + position % self.case.block_size)
+        self.input_batch = SimpleNamespace(
+            num_reqs=len(scheduled),
+            req_ids=[part.request.request_id for part in scheduled],
+            num_prompt_tokens=np.array([part.request.num_prompt_tokens for part in scheduled]),
+        )
         return LayerBatch(
             torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
             torch.tensor([part.context for part in scheduled], dtype=torch.int32),
@@ -206,39 +297,42 @@ class Worker:
 
     def _check_statistics(self, scheduled: Sequence[Scheduled]) -> None:
         """Compares the statistics of all complete pages of a step's requests, bit by bit."""
+        kept = self.layer.layer.impl.statistics_cache
+        if kept is None:
+            return
         page_size = self.truth.page_size
         per_block = self.case.block_size // page_size
         stored: list[np.ndarray] = []
         wanted: list[np.ndarray] = []
         within: list[np.ndarray] = []
         for part in scheduled:
-            page = np.arange(part.context // page_size)
-            stored.append(np.array(part.row.blocks)[page // per_block])
+            page = np.arange(part.seen // page_size)
+            stored.append(np.array(part.row.columns())[page // per_block])
             wanted.append(part.row.place * self.truth.blocks_each + page // per_block)
             within.append(page % per_block)
         blocks, places, pages = (torch.from_numpy(np.concatenate(part)) for part in (stored, wanted, within))
         self.counts["pages"] += len(pages)
-        kept = self.layer.layer.impl.statistics_cache.statistics
-        for found, right in zip(kept.parts, self.truth.statistics.parts, strict=True):
+        assert self.truth.statistics is not None
+        for found, right in zip(kept.statistics.parts, self.truth.statistics.parts, strict=True):
             if not torch.equal(_bits(found)[blocks, :, pages], _bits(right)[places, :, pages]):
                 raise FaultError("page statistics that are not those of the keys")
 
     def _check_output(self, part: Scheduled, query: torch.Tensor, result: torch.Tensor) -> None:
         """Compares a request's outputs: of all tokens if it decodes, of one token if it prefills."""
-        context, impl = part.context, self.layer.layer.impl
+        context, impl = part.seen, self.layer.layer.impl
         decodes = len(query) <= self.longest_decode and not part.is_prefilling
         if not decodes:
             index = self.rng.randrange(len(query))
-            query, result, context = query[index : index + 1], result[index : index + 1], part.computed + index + 1
+            context += index + 1 - len(query)
+            query, result = query[index : index + 1], result[index : index + 1]
         table = self.truth.table[part.row.place : part.row.place + 1]
         lengths = torch.tensor([context], dtype=torch.int32)
         batch = DecodeBatch(query.contiguous(), table, lengths, dense_tokens=self.plan.dense_tokens)
         if decodes:
             expected = reference_output(self.plan, batch, self.truth.cache, impl.softmax)
-            assert self.plan.selector is not None
-            self.counts["sparse_rows"] += len(query) * (
-                context // self.plan.page_size > self.plan.selector.budget_pages
-            )
+            if self.plan.selector is not None:
+                pages = context // self.plan.page_size
+                self.counts["sparse_rows"] += len(query) * (pages > self.plan.selector.budget_pages)
         else:
             output = DecodeOutput(torch.empty(query.shape))
             split_attention(batch, self.truth.cache, impl.softmax, None, None, 0, output)
@@ -253,3 +347,7 @@ class Worker:
 def _bits(part: torch.Tensor) -> torch.Tensor:
     """The elements as bytes if torch cannot gather them."""
     return part.view(torch.uint8) if part.itemsize == 1 else part
+
+
+def _bytes(elements: torch.Tensor) -> bytes:
+    return elements.view(torch.uint8).numpy().tobytes()

@@ -32,8 +32,13 @@ class Asker:
 
     def ask(self, prompt: str | list[int], **more: Any) -> Continuation:
         """Returns the greedy continuation of a prompt (text or tokens); `more` are parameters of vLLM."""
-        reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(**more))
-        return _continuation([reply])
+        (found,) = self.ask_copies(prompt, 1, **more)
+        return found
+
+    def ask_copies(self, prompt: str | list[int], copies: int, **more: Any) -> list[Continuation]:
+        """Returns several greedy continuations of a prompt, asked in one request."""
+        reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(copies, **more))
+        return [_continuation([choice]) for choice in reply.choices]
 
     def ask_timed(self, prompt: str, **more: Any) -> tuple[Continuation, float]:
         """Returns the continuation that `ask` returns, streamed, and the milliseconds per token after the first part.
@@ -52,16 +57,16 @@ class Asker:
             if part.choices and part.choices[0].logprobs is not None:
                 parts.append(part)
                 times.append(time.monotonic())
-        found = _continuation(parts)
+        found = _continuation([part.choices[0] for part in parts])
         if len(found.tokens) != self.answer_tokens:
             raise ConnectionError(f"an answer has {len(found.tokens)} of {self.answer_tokens} tokens")
         first = len(parts[0].choices[0].logprobs.tokens) if len(parts) > 1 else 0
         began = times[0] if first else asked
         return found, (times[-1] - began) / (len(found.tokens) - first) * 1000
 
-    def hang_up(self, prompt: str, after: int) -> None:
-        """Asks, and closes the connection after `after` parts of the answer."""
-        stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments())
+    def hang_up(self, prompt: str, after: int, copies: int = 1) -> None:
+        """Asks for several answers, and closes the connection after `after` parts of them."""
+        stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments(copies))
         for _ in zip(range(after), stream, strict=False):
             pass
         stream.close()
@@ -70,16 +75,19 @@ class Asker:
         """Returns the metrics of the server by name, summed over labels."""
         return read_metrics(metrics_text(self.client))
 
-    def _arguments(self, **more: Any) -> dict[str, Any]:
+    def _arguments(self, copies: int = 1, **more: Any) -> dict[str, Any]:
+        # vLLM refuses several answers at temperature 0. The likeliest token is the only choice here too.
+        greedy = {"temperature": 0} if copies == 1 else {"temperature": 1, "n": copies}
+        more = more if copies == 1 else {"top_k": 1, **more}
         return {
-            "model": self.model, "max_tokens": self.answer_tokens, "temperature": 0, "logprobs": _LIKELIEST,
+            "model": self.model, "max_tokens": self.answer_tokens, "logprobs": _LIKELIEST, **greedy,
             "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True, **more},
         }  # fmt: skip
 
 
-def _continuation(replies: Sequence[Any]) -> Continuation:
+def _continuation(parts: Sequence[Any]) -> Continuation:
     """Joins the parts of an answer."""
-    told = [reply.choices[0].logprobs for reply in replies]
+    told = [part.logprobs for part in parts]
     return Continuation(
         [_token(text) for part in told for text in part.tokens],
         [{_token(text): logprob for text, logprob in step.items()} for part in told for step in part.top_logprobs],
@@ -134,21 +142,28 @@ class Tally:
 
 
 def run_client(
-    asker: Asker, alone: Mapping[str, Continuation], allowed: float, end: float, seed: int, tally: Tally
+    asker: Asker,
+    alone: Mapping[str, Continuation],
+    allowed: float,
+    end: float,
+    seed: int,
+    tally: Tally,
+    most_copies: int = 1,
 ) -> None:
     """Asks one prompt after the other until `end` on `time.monotonic`, or until enough requests were sent. An exception
-    counts as a fault."""
+    counts as a fault. Each request asks for 1 to `most_copies` answers."""
     rng = random.Random(seed)
     prompts: Sequence[str] = list(alone)
     try:
         while time.monotonic() < end and not tally.is_full:
-            prompt = rng.choice(prompts)
+            prompt, copies = rng.choice(prompts), rng.randint(1, most_copies)
             if rng.random() < HANGS_UP:
-                asker.hang_up(prompt, rng.randrange(asker.answer_tokens))
+                asker.hang_up(prompt, rng.randrange(asker.answer_tokens), copies)
                 with tally.lock:
                     tally.hung_up += 1
             else:
-                tally.add(alone[prompt], asker.ask(prompt), allowed)
+                for found in asker.ask_copies(prompt, copies):
+                    tally.add(alone[prompt], found, allowed)
     except Exception as error:  # a failing client must be reported
         with tally.lock:
             tally.faults.append(f"a request failed: {' '.join(str(error).split())}")

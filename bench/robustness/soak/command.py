@@ -40,6 +40,7 @@ def soak(
     minutes: Annotated[float, typer.Option(min=0.1, help="Duration of the load.")] = 60,
     requests: Annotated[int | None, typer.Option(min=1, help="Stop earlier, after this number of requests.")] = None,
     may_part: Annotated[bool, typer.Option("--may-part", help="Answers may differ from those asked alone.")] = False,
+    copies: Annotated[int, typer.Option(min=1, max=16, help="Most answers to a request (`n`).")] = 1,
     context: Annotated[str, typer.Option(help="Tokens of a prompt, such as 4K.")] = "4K",
     prompts: Annotated[int, typer.Option(min=2, help="Different prompts; several share a document.")] = 8,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
@@ -79,7 +80,7 @@ def soak(
                 gap = None if may_part else allowed
                 file.write({"state": "alone", "prompts": len(alone), "dense_drift": drift, "allowed_gap": gap})
                 faults = ask_for_long(
-                    asker, alone, Limits(allowed, clients, minutes * 60, requests), console, file.write
+                    asker, alone, Limits(allowed, clients, minutes * 60, requests, copies), console, file.write
                 )
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -112,6 +113,8 @@ class Limits(NamedTuple):
     seconds: float
     requests: int | None
     """Number of requests; None for no limit except time."""
+    copies: int = 1
+    """The most answers to a request."""
 
 
 def ask_for_long(
@@ -125,7 +128,9 @@ def ask_for_long(
     start, tally = time.monotonic(), Tally(most=limits.requests)
     end = start + limits.seconds
     threads = [
-        threading.Thread(target=run_client, args=(asker, alone, limits.allowed, end, seed, tally), daemon=True)
+        threading.Thread(
+            target=run_client, args=(asker, alone, limits.allowed, end, seed, tally, limits.copies), daemon=True
+        )
         for seed in range(limits.clients)
     ]
 
@@ -135,6 +140,7 @@ def ask_for_long(
             "state": state,
             "seconds": round(time.monotonic() - start, 1),
             "clients": limits.clients,
+            "copies": limits.copies,
             **tally.as_row(),
             "preemptions": metrics["vllm:num_preemptions_total"],
             "prefix_hits": metrics["vllm:prefix_cache_hits_total"],
