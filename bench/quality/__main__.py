@@ -6,6 +6,7 @@ from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
 from bench.quality.identical import identical, identical_engine
 from bench.quality.lossless import lossless, lossless_engine
+from bench.quality.ruler import ruler
 from bench.quality.served import served
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
@@ -25,6 +26,7 @@ app.command()(identical)
 app.command(hidden=True)(identical_engine)
 app.command()(lossless)
 app.command(hidden=True)(lossless_engine)
+app.command()(ruler)
 app.command()(served)
 
 

@@ -8,68 +8,28 @@ A line of the texts has `prompt`, whose newest tokens are decoded, and an option
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from bench.common.children import run_python
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, split_values
 from bench.common.results import ResultFile, Row, read_run
-from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.arguments import budget_section, find_preset, parse_additional_config, read_prompts
+from bench.quality.settings import SHARES, Setting, evaluate
+from vllm_sparse_plugin.tools.arguments import parse_additional_config, read_prompts
 from vllm_sparse_plugin.tools.eval.noise import MEASURES
-from vllm_sparse_plugin.tools.eval.results import Result, read_results
+from vllm_sparse_plugin.tools.eval.results import Result
 from vllm_sparse_plugin.tools.eval.statistics import estimate_excess
 from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 DENSE, AGAIN = "dense", "dense-again"
-_SHARES = ("kv_read_share", "key_read_share", "key_kept_share")
-_BETWEEN_STARTS = 8.0
-"""Seconds. Engines that start at the same time disturb each other's memory profiling."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A run of `vllm-sparse eval`."""
-
-    name: str
-    options: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Setting:
-        """Parse `BACKEND` or `BACKEND:BUDGET`, the tokens that the backend reads or keeps.
-
-        Raises:
-            ConfigurationError: for anything else.
-        """
-        backend, _, budget = text.partition(":")
-        preset = find_preset(backend)
-        if not budget:
-            return cls(backend, ("--attention-backend", backend))
-        of_budget = budget_section(preset)
-        if of_budget is None or not budget.isdecimal():
-            raise ConfigurationError(
-                f"setting: got {text!r}, allowed: a backend, or one that has a budget with :TOKENS"
-            )
-        key, values = of_budget
-        section = {key: {**values, "budget_tokens": int(budget)}}
-        resolve(section, preset)
-        return cls(
-            f"{backend}-{budget}", ("--attention-backend", backend, "--additional-config", json.dumps({KEY: section}))
-        )
 
 
 def served(
@@ -92,31 +52,10 @@ def served(
     settings += [Setting.parse(text) for text in split_values(setting)]
     kinds = _kinds(texts)
     shared = [
-        "--in-process", "--model", model, "--completions", str(texts), "--scored-tokens", str(scored_tokens),
+        "--model", model, "--completions", str(texts), "--scored-tokens", str(scored_tokens),
         "--engine-args", engine_args,
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
-
-        def evaluate(number: int) -> str | None:
-            """Runs a setting. Returns the reason of a failure."""
-            if number < at_once:
-                time.sleep(_BETWEEN_STARTS * number)
-            chosen = settings[number]
-            path, log = (Path(folder) / f"{chosen.name}.{ending}" for ending in ("jsonl", "log"))
-            arguments = ["eval", *shared, *chosen.options, "--output", str(path)]
-            code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
-            if code is None:
-                return f"{chosen.name} was not done by the deadline"
-            last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
-            return f"{chosen.name} ended with exit code {code}: {last[0]:.300}" if code else None
-
-        with ThreadPoolExecutor(at_once) as pool:
-            failed = [sentence for sentence in pool.map(evaluate, range(len(settings))) if sentence]
-        found = {
-            each.name: read_results(path).results
-            for each in settings
-            if (path := Path(folder) / f"{each.name}.jsonl").exists()
-        }
+    found, failed = evaluate(settings, shared, at_once, end)
     about = {**describe_run(folder_of(Path(model)), commit), "scored_tokens": scored_tokens}
     with ResultFile(output, about) as file:
         for row in rows_of(found, kinds):
@@ -152,7 +91,7 @@ def rows_of(found: Mapping[str, Mapping[str, Result]], kinds: Mapping[str, str])
             if setting == DENSE or name not in dense:
                 continue
             values = {key: round(measure.of(dense[name], result), 6) for key, measure in MEASURES.items()}
-            shares: dict[str, Any] = {key: getattr(result, key) for key in _SHARES}
+            shares: dict[str, Any] = {key: getattr(result, key) for key in SHARES}
             text = name.partition("/")[2]
             about = {"setting": setting, "id": name, "text": kinds[text], "context_tokens": result.prompt_tokens}
             rows.append({**about, "scored_tokens": result.forced_tokens, **values, **shares})

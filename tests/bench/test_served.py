@@ -1,4 +1,4 @@
-"""`bench.quality served`: its settings, its rows and what it says of a failed engine."""
+"""`bench.quality served` and `ruler`: settings, rows and the sentence for a failed engine."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.quality import served
+from bench.quality import settings
 from bench.quality.__main__ import app
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, texts: Path, changed: dict[str, int]) 
         _eval_file(output, name, changed[name])
         return 0
 
-    monkeypatch.setattr(served, "run_python", run_python)
+    monkeypatch.setattr(settings, "run_python", run_python)
     output = texts.with_name("served.jsonl")
     command = [
         "served", "--model", str(texts.parent), "--texts", str(texts), "--setting", "unique:512,art",
@@ -77,7 +77,38 @@ def test_a_failed_engine_is_named_and_the_others_are_kept(monkeypatch: pytest.Mo
     assert {json.loads(line)["setting"] for line in output.read_text().splitlines()[1:]} == {"dense-again", "art"}
 
 
+def test_ruler_writes_the_score_of_every_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def run_python(module: str, arguments: list[str], seconds: float, log: Path) -> int:
+        asked.append(arguments)
+        output = Path(arguments[arguments.index("--output") + 1])
+        answer = {
+            "id": "vt/4096/0", "task": "vt", "context_tokens": 4096, "prompt_tokens": 4099, "forced_tokens": 0,
+            "digest": "", "answers": [], "completion": "", "metric": "all", "seconds": 0.1, "key_kept_share": 0.25,
+            "score": 0.5 if output.stem == "dense" else 0.2,
+        }  # fmt: skip
+        output.write_text("".join(json.dumps(line) + "\n" for line in ({"settings": {"label": ""}}, answer)))
+        return 0
+
+    monkeypatch.setattr(settings, "run_python", run_python)
+    output = tmp_path / "ruler.jsonl"
+    command = ["ruler", "--model", str(tmp_path), "--setting", "snapkv", "--context", "4K,8K", "--chat"]
+    result = CliRunner().invoke(app, [*command, "--decode-from", "prompt", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()][1:]
+    assert [(row["setting"], row["score"], row["key_kept_share"]) for row in rows] == [
+        ("dense", 0.5, 0.25),
+        ("snapkv", 0.2, 0.25),
+    ]
+    assert rows[0]["decode_from"] == "prompt"
+    assert rows[0]["chat"]
+    assert asked[1][asked[1].index("--attention-backend") + 1] == "snapkv"
+    assert [asked[0][place + 1] for place, option in enumerate(asked[0]) if option == "--context"] == ["4096", "8192"]
+    assert "--chat" in asked[0]
+
+
 @pytest.mark.parametrize("text", ["art:512", "unique:few", "nothing", "unique:-1"])
 def test_settings_without_that_budget_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
-        served.Setting.parse(text)
+        settings.Setting.parse(text)

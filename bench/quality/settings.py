@@ -1,0 +1,91 @@
+"""Runs `vllm-sparse eval` with several settings, each in a process with its own engine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common.children import run_python
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.arguments import budget_section, find_preset
+from vllm_sparse_plugin.tools.eval.results import Result, read_results
+
+SHARES = ("kv_read_share", "key_read_share", "key_kept_share")
+"""What a setting read and kept: fields of a result."""
+_BETWEEN_STARTS = 8.0
+"""Seconds. Engines that start at the same time disturb each other's memory profiling."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run of `vllm-sparse eval`."""
+
+    name: str
+    options: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """Parse `BACKEND` or `BACKEND:BUDGET`, the tokens that the backend reads or keeps.
+
+        Raises:
+            ConfigurationError: for anything else.
+        """
+        backend, _, budget = text.partition(":")
+        preset = find_preset(backend)
+        if not budget:
+            return cls(backend, ("--attention-backend", backend))
+        of_budget = budget_section(preset)
+        if of_budget is None or not budget.isdecimal():
+            raise ConfigurationError(
+                f"setting: got {text!r}, allowed: a backend, or one that has a budget with :TOKENS"
+            )
+        key, values = of_budget
+        section = {key: {**values, "budget_tokens": int(budget)}}
+        resolve(section, preset)
+        return cls(
+            f"{backend}-{budget}", ("--attention-backend", backend, "--additional-config", json.dumps({KEY: section}))
+        )
+
+
+def evaluate(
+    settings: Sequence[Setting], shared: Sequence[str], at_once: int, end: float
+) -> tuple[dict[str, dict[str, Result]], list[str]]:
+    """Returns the results by setting and by item, and the reasons of failures.
+
+    Args:
+        settings: the runs.
+        shared: options of `vllm-sparse eval` for all of them.
+        at_once: engines that run at the same time.
+        end: latest end on `time.monotonic`.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+
+        def run(number: int) -> str | None:
+            """Runs a setting. Returns the reason of a failure."""
+            if number < at_once:
+                time.sleep(_BETWEEN_STARTS * number)
+            chosen = settings[number]
+            path, log = (Path(folder) / f"{chosen.name}.{ending}" for ending in ("jsonl", "log"))
+            arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
+            code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
+            if code == 0:
+                return None
+            if code is None:
+                return f"{chosen.name} was not done by the deadline"
+            last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
+            return f"{chosen.name} ended with exit code {code}: {last[0]:.300}"
+
+        with ThreadPoolExecutor(at_once) as pool:
+            failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
+        found = {
+            each.name: read_results(path).results
+            for each in settings
+            if (path := Path(folder) / f"{each.name}.jsonl").exists()
+        }
+    return found, failed
