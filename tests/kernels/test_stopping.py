@@ -64,9 +64,7 @@ def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.12
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-@pytest.mark.parametrize(
-    ("heads", "group", "size", "page_size"), [(2, 4, 64, 8), (1, 16, 32, 16), (2, 3, 96, 32), (1, 1, 16, 8)]
-)
+@pytest.mark.parametrize(("heads", "group", "size", "page_size"), [(2, 4, 64, 8), (2, 3, 96, 32), (1, 1, 16, 16)])
 @pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"softcap": 120.0}], ids=["plain", "sinks", "softcap"])
 def test_stops_where_the_paper_does(implementation, heads, group, size, page_size, extras):
     batch = make_batch(CONTEXTS, heads, size, page_size=page_size)
