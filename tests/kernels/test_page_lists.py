@@ -17,7 +17,7 @@ from sparse_kernels.stopping import StopRule
 from support.paged import PagedBatch, make_batch
 
 SOFTMAX = Softmax(0.1)
-HEADS, SIZE, PAGE, K = 2, 64, 8, 8
+HEADS, GROUP, SIZE, PAGE, K = 2, 4, 64, 8, 8
 SELECTION = PageSelection(K, sink_pages=1, recent_pages=1, std_weight=0.75)
 RAGGED = (700, 1, 7, 8, 63, 64, 65, 71, 72, 73, 1000)
 """Tokens of contexts: of 8 and 9 complete pages, more and fewer, each with and without an incomplete page."""
@@ -28,14 +28,12 @@ RULE = StopRule(scale_tolerance=100.0, direction_tolerance=3.0, patience=1, bloc
 class Step:
     """A decode step of ragged requests, with garbage in the rest of the cache."""
 
-    def __init__(
-        self, contexts: tuple[int, ...] = RAGGED, group: int = 4, queries: int = 1, statistics: bool = True
-    ) -> None:
+    def __init__(self, contexts: tuple[int, ...] = RAGGED, queries: int = 1, statistics: bool = True) -> None:
         self.paged: PagedBatch = make_batch(list(contexts), HEADS, SIZE)
         cache = self.paged.cache
         self.cache = cache if statistics else replace(cache, statistics=None)
         generator = torch.Generator().manual_seed(3)
-        query = torch.randn(len(contexts) * queries, HEADS * group, SIZE, generator=generator).bfloat16()
+        query = torch.randn(len(contexts) * queries, HEADS * GROUP, SIZE, generator=generator).bfloat16()
         self.batch = DecodeBatch(query, self.paged.block_table.int(), self.paged.context_lens.int())
 
     def room(self, k: int = K) -> DecodeOutput:
@@ -66,9 +64,8 @@ class Step:
         return heads, output.pages
 
 
-@pytest.mark.parametrize("group", [1, 3, 16])
-def test_pages_that_a_step_chose_give_the_same_output(group):
-    step = Step(group=group)
+def test_pages_that_a_step_chose_give_the_same_output():
+    step = Step()
     _, pages = step.round_trip()
     whole = step.paged.num_pages <= K
     assert whole.tolist().count(True) == 7
@@ -95,7 +92,7 @@ def test_pages_follow_query_tokens():
         {"dense_requests": torch.arange(len(RAGGED)) % 2 == 0},
         {"budgets": torch.tensor([3, 8, 8, 2, 2, 8, 8, 4, 8, 9, 5]).int()},
         {"seq_lens": torch.tensor([700, 0, -1, *RAGGED[3:]]).int()},
-        {"softmax": Softmax(0.1, 5.0, torch.linspace(-2, 3, HEADS * 4))},
+        {"softmax": Softmax(0.1, 5.0, torch.linspace(-2, 3, HEADS * GROUP))},
         {"rule": RULE},
         {"rule": RULE, "budgets": torch.full((len(RAGGED),), 5).int()},
     ],
@@ -257,10 +254,9 @@ def test_refuses_lists_where_they_have_no_meaning():
 
 
 @pytest.mark.parametrize("budgets", [None, torch.tensor([3, 8, 8, 2, 2, 8, 8, 4, 8, 9, 5])], ids=["k", "budgets"])
-@pytest.mark.parametrize("group", [1, 4, 16])
-def test_lists_serve_where_selection_and_attention_are_two_calls(group, budgets):
+def test_lists_serve_where_selection_and_attention_are_two_calls(budgets):
     """A CPU selects and attends in two calls. Lists between the calls change no bit, and equal those of a step."""
-    step = Step(group=group)
+    step = Step()
     num_pages, grouped = step.paged.num_pages, step.batch.query.unflatten(1, (HEADS, -1))
     tokens = step.paged.tokens(grouped)
     counts = None if budgets is None else budgets.clamp(max=K)[:, None].expand(-1, HEADS)
