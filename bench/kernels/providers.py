@@ -349,6 +349,13 @@ PROVIDERS: dict[str, Op[Any]] = {
                 "unique", imported(_SPARSE_DECODE, _COUNT_ROWS), calls.counted, checks.sparse_decode, traffic.sparse
             ),
             Provider(
+                "unique, out of reach",
+                imported(_SPARSE_DECODE, _COUNT_ROWS),
+                partial(calls.counted, reached=False),
+                checks.sparse_decode,
+                traffic.sparse,
+            ),
+            Provider(
                 "unique, one for all",
                 imported(_SPARSE_DECODE),
                 partial(calls.budgets, most_pages=None),

@@ -75,6 +75,17 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
         assert torch.equal(again, counted(batch, limits))
 
 
+@pytest.mark.parametrize("case", COVERED.values(), ids=COVERED)
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.9, 0.999])
+def test_the_best_pages_of_a_row_give_the_count_of_all_pages(case: Case, share: float) -> None:
+    from sparse_kernels.page_coverage import Limits, count_rows
+
+    batch, cache, softmax, selection, _, _ = Inputs(case).decode_arguments(case)
+    limits = Limits(*(torch.full((len(case.contexts),), x, device="cuda") for x in (share, 4, 1024)))
+    best, by_all = (count_rows(batch, cache, replace(selection, k=k), softmax, limits).budgets for k in (1024, 1 << 20))
+    assert torch.equal(best, by_all)
+
+
 def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from sparse_kernels.page_coverage import Limits, count_rows, cuda
 
@@ -85,7 +96,7 @@ def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatc
     arguments = batch, cache, selection, softmax, Limits(*limits)
     whole = count_rows(*arguments)
     monkeypatch.setattr(cuda, "_SCRATCH_BYTES", 1)
-    parts = count_rows(*arguments)
+    parts = count_rows(batch, cache, replace(selection, k=1 << 20), *arguments[3:])
     assert torch.equal(whole.budgets, parts.budgets)
     pages = batch.num_pages(case.page_size)
     for token, count in enumerate(pages.tolist()):
@@ -107,9 +118,12 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: in
     cache.statistics.scales.zero_()
     for share in (0.25, 0.5, 0.75):
         limits = Limits(*(torch.full((1,), x, device="cuda") for x in (share, 4, 1 << 40)))
-        counts = count_rows(batch, cache, selection, softmax, limits).budgets
+        # Rows that may read more than 1,024 pages are counted from the masses of all pages.
+        counts = count_rows(batch, cache, replace(selection, k=1 << 20), softmax, limits).budgets
         assert counts is not None
         assert (counts - math.ceil(pages * share)).abs().max() <= 1
+        best = count_rows(batch, cache, selection, softmax, limits).budgets
+        assert torch.equal(best, counts.clamp(max=1024)) or pages * share > 1024
 
 
 @pytest.mark.parametrize("case", COVERED.values(), ids=COVERED)

@@ -53,6 +53,7 @@ LIST = {"CLUSTER": 1, "WARPS": 32}
 BY_HEAD = SCORE | {"BY_HEAD": 1}
 FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "PIPELINED": 1}
 COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
+BEST = {**SHAPE, "QUERY": BF16, "KV": BF16, "RECORD": QUARTERS, "WARPS": 8}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 QUICK, SYNTAX_ONLY = "--Ofast-compile=max", "--fdevice-syntax-only"
@@ -73,6 +74,11 @@ CASES = {
     "count for heads of 256, fp16": (
         "page_coverage/count.cu",
         COUNT | {"GROUP": 1, "HEAD_SIZE": 256, "QUERY": FP16, "KV": FP16},
+    ),
+    "count from the best pages": ("page_coverage/best.cu", BEST),
+    "count from the best pages by sketches, group of 16, heads of 240, fp16": (
+        "page_coverage/best.cu",
+        BEST | {"GROUP": 16, "HEAD_SIZE": 240, "QUERY": FP16, "KV": FP16, "RECORD": SKETCH, "PAGES_PER_BLOCK": 1},
     ),
     "find candidates": ("sparse_decode/candidates.cu", FIND),
     "find candidates by int8, groups of 3": (
@@ -252,7 +258,16 @@ HOPPER = {
 }
 
 OPTIMISED = (
-    *("score int8", "find candidates", "top-k", "split", "split that stops", "merge", "route"),
+    *(
+        "score int8",
+        "count from the best pages",
+        "find candidates",
+        "top-k",
+        "split",
+        "split that stops",
+        "merge",
+        "route",
+    ),
     *("list cluster of 8", "count cluster of 8", "attend cluster", "decode cluster", "decode that stops"),
 )
 """A case of every source, compiled with the options of an engine."""
@@ -272,6 +287,8 @@ def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
             return {"FIXED_BYTES": fixed_bytes(launch, shape), "VALUES_BYTES": values_bytes(launch, shape)}
         case "page_coverage/count.cu":
             return {"SHARED_BYTES": coverage.fixed_bytes(macros["CLUSTER"], group)}
+        case "page_coverage/best.cu":
+            return {"SHARED_BYTES": coverage.best_fixed_bytes(group, head_size)}
     return {}
 
 
@@ -417,30 +434,23 @@ def layout_assertions(name: str) -> str:
     return f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");\n{offsets}'
 
 
-def compile_with(path: Path, text: str, macros: dict[str, int]) -> None:
-    """Checks the assertions of a text, without code for its kernel."""
+def compile_with(path: Path, text: str, macros: dict[str, int], *folders: Path) -> None:
+    """Checks the assertions of a text, without code for its kernel. `folders` have headers beside those of `cuda`."""
     path.write_text(text, encoding="utf-8")
-    build(path, macros, "sm_90", SYNTAX_ONLY)
+    build(path, macros, "sm_90", SYNTAX_ONLY, *(f"-I{folder}" for folder in folders))
 
 
 def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) -> None:
     assertions = "".join(map(layout_assertions, SHARED_STRUCTS))
-    compile_with(
-        tmp_path / "structs.cu",
-        f'#include "weights.cuh"\n#include "{ROOT}/split_attention/pieces.cuh"\n{assertions}',
-        {},
-    )
+    text = f'#include "weights.cuh"\n#include "pieces.cuh"\n{assertions}'
+    compile_with(tmp_path / "structs.cu", text, {}, ROOT / "split_attention")
 
 
 @pytest.mark.parametrize("name", KERNEL_STRUCTS)
 def test_the_host_fills_the_structs_of_a_kernel_as_the_device_reads_them(name: str, tmp_path: Path) -> None:
     source, (_, macros) = KERNEL_STRUCTS[name]
-    text = (
-        (ROOT / source)
-        .read_text(encoding="utf-8")
-        .replace('#include "pieces.cuh"', f'#include "{ROOT}/split_attention/pieces.cuh"')
-    )
-    compile_with(tmp_path / "kernel.cu", text + layout_assertions(name), macros | counted(source, macros))
+    text = (ROOT / source).read_text(encoding="utf-8") + layout_assertions(name)
+    compile_with(tmp_path / "kernel.cu", text, macros | counted(source, macros), (ROOT / source).parent)
 
 
 def test_a_struct_that_the_host_fills_otherwise_does_not_compile(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from sparse_kernels.cuda.shared_memory import round_up
 from sparse_kernels.limits import MAX_K, MAX_PAGES, shared_bytes_of
-from sparse_kernels.page_coverage.launches import fixed_bytes, kept_bytes, kept_pages_of
+from sparse_kernels.page_coverage.launches import best_bytes, counts_best, fixed_bytes, kept_bytes, kept_pages_of
 from sparse_kernels.page_topk.launches import passes_of
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)]
@@ -46,6 +46,16 @@ def test_no_count_of_a_coverage_keeps_more_than_the_gpu_has(capability: tuple[in
         kept = kept_pages_of(width, cluster, group, capability)
         assert round_up(fixed_bytes(cluster, group), 16) + kept_bytes(kept) <= shared_bytes_of(capability)
         assert kept == 0 or (kept % 8 == 0 and kept * cluster >= width)
+
+
+def test_a_row_is_counted_from_its_best_pages_where_its_keys_fit() -> None:
+    for capability, most in (((9, 0), 1 << 16), ((8, 0), 1 << 16), ((8, 6), 43912), ((12, 0), 43912)):
+        assert counts_best(most, MAX_K, 4, 128, capability)
+        assert not counts_best(most + 8, MAX_K, 4, 128, capability)
+        assert best_bytes(most, 4, 128) <= shared_bytes_of(capability)
+    assert counts_best(8, 1, 16, 256, (8, 6))
+    for k, group in ((MAX_K + 1, 4), (MAX_K, 17)):
+        assert not counts_best(8, k, group, 128, (9, 0))
 
 
 def test_a_block_keeps_its_pages_where_they_fit() -> None:

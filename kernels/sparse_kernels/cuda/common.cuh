@@ -191,6 +191,29 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
+// Adds to a counter in shared memory. The compiler would let one lane add for all, which is slower than all lanes in
+// turn.
+DEVICE int append(int* counter, int n) {
+    int before;
+    asm volatile("atom.shared.add.s32 %0, [%1], %2;"
+                 : "=r"(before) : "r"((u32)__cvta_generic_to_shared(counter)), "r"(n) : "memory");
+    return before;
+}
+
+// Returns the keys of two scores (select.cuh).
+DEVICE u32 ordered_pair(u32 scores) {
+    // The larger of NaN and -inf is -inf; -0 + 0 is 0.
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(scores) : "r"(0xff80ff80u));
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(scores) : "r"(0x3f803f80u), "r"(0u));
+    return scores ^ ((scores >> 15 & 0x00010001u) * 0xffffu | 0x80008000u);
+}
+
+// Subtracts one from `count` if `a` is below `b`.
+DEVICE void count_down_if_below(int& count, u32 a, u32 b) {
+    u32 difference;
+    asm("sub.cc.u32 %0, %2, %3; subc.u32 %1, %1, 0;" : "=&r"(difference), "+r"(count) : "r"(a), "r"(b));
+}
+
 DEVICE u32 dynamic_shared_bytes() {
     u32 d;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(d));

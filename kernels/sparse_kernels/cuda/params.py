@@ -322,20 +322,21 @@ class HeadParams(ctypes.Structure):
 
     @classmethod
     def of(
-        cls, logits: torch.Tensor, sums: torch.Tensor, part: slice, softmax: Softmax, selection: PageSelection
+        cls, logits: torch.Tensor | None, sums: torch.Tensor, part: slice, softmax: Softmax, selection: PageSelection
     ) -> HeadParams:
         """Takes the numbers of the heads of a part.
 
         Args:
-            logits: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous.
+            logits: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous; None if nobody asks.
             sums: `[num_tokens, num_kv_heads, group_size, chunks, 2]` float32, contiguous.
             part: the part of the group.
             softmax: how products become logits.
             selection: the always-read pages, which the sums leave out.
         """
         scale = softmax.scale if softmax.softcap else softmax.scale * math.log2(math.e)
+        of_part = None if logits is None else logits[:, :, part]
         return cls(
-            pointer(logits[:, :, part]), pointer(sums[:, :, part]), logits.stride(1), logits.shape[2],
+            pointer(of_part), pointer(sums[:, :, part]), 0 if logits is None else logits.stride(1), sums.shape[2],
             selection.sink_pages, selection.recent_pages, scale, softmax.softcap,
         )  # fmt: skip
 
@@ -350,11 +351,11 @@ class ScoreParams(ctypes.Structure):
 
 
 class CountParams(ctypes.Structure):
-    """Argument of `count_pages`."""
+    """Argument of `count_pages` and `count_best`."""
 
     _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("heads", HeadParams),
-        ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
+        ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("contexts", ContextParams),
+        ("heads", HeadParams), ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
         ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long),
         ("kept_pages", _Int), ("sums_of_head", _Int), ("chunk", _Int), ("page_size", _Int), ("pages_per_block", _Int),
     ]  # fmt: skip

@@ -357,17 +357,20 @@ struct ScoreBatch {
         }
     };
 
-    // Pages of a batch from `last` on repeat the page before `last`. The first page of a range is a multiple of eight.
-    DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
-        int g = lane / 4, t = lane % 4;
-        int page = min(base + 8 * u + g, last - 1);
-        const u8* p = head.vectors + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * VECTOR_STRIDE + 16 * t;
+    // Loads the lane's part of the vectors of a page, which is page g of tile u.
+    DEVICE void load_vectors(int u, const Statistics& head, int block, int page, int t) {
+        const u8* p = head.vectors + block * head.block_stride + page % PAGES_PER_BLOCK * VECTOR_STRIDE + 16 * t;
 #pragma unroll
         for (int piece = 0; piece < Query::PIECES; piece++) {
             int row = piece / Query::ROW_PIECES, at = piece % Query::ROW_PIECES * 64;
             bool exists = in_head<HEAD_SIZE>((at + 16 * t) * HEAD_SIZE / Query::ROW_BYTES);
             vectors[u][piece] = exists ? load16(p + row * Query::ROW_BYTES + at) : uint4{0, 0, 0, 0};
         }
+    }
+
+    // Pages of a batch from `last` on repeat the page before `last`. The first page of a range is a multiple of eight.
+    DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
+        load_vectors(u, head, blocks.ids[u], min(base + 8 * u + lane / 4, last - 1), lane % 4);
     }
 
     DEVICE void load_scalars(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
@@ -399,6 +402,26 @@ struct ScoreBatch {
         for (int u = 0; u < SCORE_TILES; u++) load_tile(u, head, blocks, base, last, lane);
 #pragma unroll
         for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
+    }
+
+    // Loads the 32 pages `page_of(0)`, `page_of(1)` and so on, which have codes.
+    template <typename PageOf>
+    DEVICE void load_listed(const Statistics& head, const int* table, int lane, PageOf page_of) {
+        static_assert(Query::CODES, "there may be a spread");
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) {
+            int page = page_of(8 * u + lane / 4), block = table[page / PAGES_PER_BLOCK];
+            load_vectors(u, head, block, page, lane % 4);
+            if constexpr (Query::HAS_SCALE) {
+                scales[u] = 0;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    int from = 8 * (lane % 4) + 4 * i, in_block = __shfl_sync(FULL, page, from) % PAGES_PER_BLOCK;
+                    i64 at = __shfl_sync(FULL, block, from) * head.block_stride + 2 * in_block;
+                    scales[u] |= (u32)__ldg((const u16*)((const u8*)head.scales + at)) << 16 * i;
+                }
+            }
+        }
     }
 
     // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads,

@@ -50,14 +50,6 @@ struct EightKeys {
     DEVICE u32 operator[](int i) const { return i % 2 ? word(v, i / 2) >> 16 : word(v, i / 2) & 0xffff; }
 };
 
-// Returns the keys of two scores.
-DEVICE u32 ordered_pair(u32 scores) {
-    // The larger of NaN and -inf is -inf; -0 + 0 is 0.
-    asm("max.bf16x2 %0, %0, %1;" : "+r"(scores) : "r"(0xff80ff80u));
-    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(scores) : "r"(0x3f803f80u), "r"(0u));
-    return scores ^ ((scores >> 15 & 0x00010001u) * 0xffffu | 0x80008000u);
-}
-
 // Reads a row of scores as keys, padded with KEY_ABSENT to a multiple of eight.
 DEVICE void load_keys(const u16* scores, int count, u16* keys, int thread, int threads) {
     constexpr int IN_FLIGHT = 4;
@@ -88,15 +80,6 @@ DEVICE void mark_always(u16* keys, int count, int sink_pages, int recent_pages, 
         keys[i < sink_pages ? i : count - recent_pages - sink_pages + i] = KEY_ALWAYS;
 }
 
-// Adds to a counter in shared memory. The compiler would let one lane add for all, which is slower than all lanes in
-// turn.
-DEVICE int append(int* counter, int n) {
-    int before;
-    asm volatile("atom.shared.add.s32 %0, [%1], %2;"
-                 : "=r"(before) : "r"((u32)__cvta_generic_to_shared(counter)), "r"(n) : "memory");
-    return before;
-}
-
 // Counts the numbers above a given one in four chains of additions. The compiler would make one chain of twice the
 // length.
 struct LargerCount {
@@ -104,11 +87,7 @@ struct LargerCount {
 
     DEVICE void add(const uint4& four, u32 number) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 difference;
-            asm("sub.cc.u32 %0, %2, %3; subc.u32 %1, %1, 0;"
-                : "=&r"(difference), "+r"(less[i]) : "r"(number), "r"(word(four, i)));
-        }
+        for (int i = 0; i < 4; i++) count_down_if_below(less[i], number, word(four, i));
     }
 
     DEVICE int count() const { return -(less[0] + less[1] + less[2] + less[3]); }
@@ -175,10 +154,10 @@ struct Select {
     int warp;
     int lane;
 
-    // Calls `emit(slot, page)` for the selected pages, slots by descending score. `shared` is clear.
-    template <typename Keys, typename Emit>
-    DEVICE void run(const Keys& keys, Emit emit) {
-        int thread = warp * WARP + lane;
+    // Lists candidates: all pages that reach a floor, at least k, or exactly the k best. Returns their number. `shared` is
+    // clear; all threads see the list.
+    template <typename Keys>
+    DEVICE int list(const Keys& keys) {
         u32 floor = find_floor(keys), below = (floor - 1) * 0x10001u;
         keys.for_each_run([&](const auto& pairs, int page) {
             constexpr int RUN = Keys::RUN;
@@ -200,10 +179,15 @@ struct Select {
         });
         __syncthreads();
         int count = shared.num_candidates;
-        if (count > MAX_CANDIDATES) {
-            radix(shared, keys.spilled(), keys.padded, k);
-            count = k;
-        }
+        if (count <= MAX_CANDIDATES) return count;
+        radix(shared, keys.spilled(), keys.padded, k);
+        return k;
+    }
+
+    // Calls `emit(slot, page)` for the selected pages, slots by descending score. `shared` is clear.
+    template <typename Keys, typename Emit>
+    DEVICE void run(const Keys& keys, Emit emit) {
+        int thread = warp * WARP + lane, count = list(keys);
         // Several threads rank a candidate if there are enough threads.
         int log = THREADS >= 4 * count ? 2 : THREADS >= 2 * count, parts = 1 << log, part = thread & parts - 1;
 #pragma unroll 1
@@ -277,7 +261,7 @@ private:
     static __device__ __noinline__ void radix(Shared& shared, const u16* keys, int padded, int k) {
         int thread = threadIdx.x;
         __syncthreads();
-        for (int i = thread; i < 2 * BUCKETS; i += THREADS) shared.counts[0][i] = 0;
+        for (int i = thread; i < 2 * BUCKETS; i += THREADS) shared.counts[i / BUCKETS][i % BUCKETS] = 0;
         __syncthreads();
         int2 high = count_bytes(keys, padded, shared.counts[0], -1, k);
         int2 low = count_bytes(keys, padded, shared.counts[1], high.x, high.y);

@@ -95,9 +95,9 @@ def count_rows(
     Args:
         batch: the requests that decode, with 16-bit queries.
         cache: 16-bit keys, and statistics whose vectors are keys, without a spread.
-        selection: the pages that are always read.
+        selection: the pages that are always read, and `k`, the most pages that any row reads.
         softmax: how logits become weights.
-        limits: the limits of each request; they are not checked.
+        limits: the limits of each request, `most` at most `k`; they are not checked.
         counters: `[num_kv_heads, 4]` int64. Rows with more pages than `limits.least` add the values of
             `stopping.count_reads`, unless they are attended whole. None to count nothing.
 

@@ -1,49 +1,21 @@
 // Counts the pages of a coverage. The thread blocks of a cluster handle one query token and KV head. They find how many of
 // its best pages carry the target share of the attention weight.
 //
-// `page_score` has already written the pages' logits of each query head and sums of them. The weights of the tokens that
-// are always read are added here. The mass of a page is its share of the total, the mean over the heads. Bisection finds
-// the lowest key such that the pages with at least this key reach the target. Of the pages with exactly this key, the
-// first are taken. Masses are integers, so sums and counts do not depend on the number of thread blocks per row.
+// `page_score` has also written the pages' logits of each query head, from which the masses of all pages follow.
+// Bisection finds the lowest key such that the pages with at least this key reach the target. Of the pages with exactly
+// this key, the first are taken. Sums and counts do not depend on the number of thread blocks per row.
+#include "rows.cuh"
 #include "select.cuh"
-#include "weights.cuh"
 
-constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
-constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, THREADS = WARPS * WARP;
-static_assert(WARPS <= WARP, "a warp adds up what the warps have found");
+constexpr int CLUSTER = SK_CLUSTER;
 // Pages that a thread reads together.
 constexpr int RUN = 4;
 // Bits of a key that one bisection step decides.
 constexpr int BITS = 2, TRIED = (1 << BITS) - 1;
-// The integer weight of a row. Rounding can at most double the sum of its masses.
-constexpr float WHOLE = 2147483648.0f;
 
 using Peers = Cluster<CLUSTER>;
 
-struct CountParams {
-    QueryParams query;
-    CacheParams cache;
-    ContextParams contexts;
-    HeadParams heads;
-    const u16* scores;  // [rows, scores_stride], the order of the pages.
-    u32* masses;        // [rows, scores_stride], scratch if the masses of a row do not fit shared memory.
-    const float* share; // Per request: the target, and the smallest and largest number of pages.
-    const i64* least;
-    const i64* most;
-    int* counts;        // [rows]
-    u64* counters;      // Per KV head: rows, blocks, tokens read and tokens of contexts, see `stopping`; null for none.
-    i64 scores_stride;  // A multiple of RUN.
-    int kept_pages;     // Pages of a row that a thread block keeps in shared memory, a multiple of 8; 0 if they do not fit.
-    int sums_of_head;   // Sums per head; only those of the row's pages are written.
-    int chunk;          // Pages per sum.
-    int page_size;
-    int pages_per_block;
-};
-
-struct Shared {
-    float2 known[GROUP][WARPS];
-    float base[GROUP];
-    float known_share[GROUP];
+struct Shared : HeadShares {
     // Numbers of all warps of the cluster, two sets: one count's numbers are read while the next count's are written.
     u32 found[2][TRIED + 1][CLUSTER * WARPS];
     u32 ties[2][WARPS];
@@ -72,90 +44,20 @@ count_pages(const __grid_constant__ CountParams p) {
     extern __shared__ __align__(16) u8 kept[];
     depend_on_previous();
     release_next();
-    int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, rank = Peers::rank();
-    int head = blockIdx.y, token = blockIdx.z;
-    i64 row = (i64)token * gridDim.y + head;
-    QueryToken at(p.contexts, token);
-    int context = max(at.context, 0), num_pages = context / p.page_size;
-    int least = (int)p.least[at.request], most = (int)min(p.most[at.request], (i64)num_pages);
-    float share = p.share[at.request];
+    CountedRow row(p, shared);
+    int thread = row.thread, lane = row.lane, warp = row.warp, rank = Peers::rank();
+    int first = row.first, last = row.last;
     auto finish = [&](int found) {
-        if (rank > 0 || thread > 0) return;
-        int reads = max(least, min(found, most));
-        p.counts[row] = reads;
-        if (!p.counters || at.whole || num_pages <= least) return;
-        u64* of_head = p.counters + head * 4;
-        atomicAdd(of_head, 1ull);
-        atomicAdd(of_head + 1, (u64)reads);
-        atomicAdd(of_head + 2, (u64)reads * p.page_size + context % p.page_size);
-        atomicAdd(of_head + 3, (u64)context);
+        if (rank == 0 && thread == 0) row.finish(found);
     };
     // All thread blocks of a row return together.
-    if (num_pages <= least || least >= p.most[at.request] || share >= 1) {
-        finish(share < 1 ? 0 : num_pages);
+    if (row.is_settled()) {
+        finish(row.uncounted());
         return;
     }
     // All thread blocks of the cluster must run before one of them writes to another.
     Peers::arrive();
-    int first = p.heads.sink_pages, last = num_pages - p.heads.recent_pages;
-
-    // The tokens of the sink pages, the newest pages and the incomplete page, one token per warp.
-    int of_sinks = first * p.page_size, num_known = of_sinks + context - last * p.page_size;
-    TokenRows rows(p.cache, head);
-    HeadLogits logits(p.heads);
-    i64 first_query = first_query_element(p.query, token, head, GROUP);
-    constexpr int PER_LANE = padded(HEAD_SIZE) / WARP;
-#pragma unroll 1
-    for (int h = lane; h < GROUP; h += WARP) shared.known[h][warp] = Sum().pair();
-    __syncwarp();
-#pragma unroll 1
-    for (int i = warp; i < num_known; i += WARPS) {
-        int place = i < of_sinks ? i : last * p.page_size + i - of_sinks, page = place / p.page_size;
-        int in_block = page % p.pages_per_block * p.page_size + place % p.page_size;
-        const u8* stored = rows.keys + at.table[page / p.pages_per_block] * rows.block_stride + (i64)in_block * rows.token_stride;
-        float key[PER_LANE];
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j++) {
-            int d = lane * PER_LANE + j;
-            key[j] = in_head<HEAD_SIZE>(d) ? load_float<KV>(stored, d) : 0.0f;
-        }
-#pragma unroll 4
-        for (int h = 0; h < GROUP; h++) {
-            float x[PER_LANE], product = 0;
-            load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, h, lane, x);
-#pragma unroll
-            for (int j = 0; j < PER_LANE; j++) product = fmaf(x[j], key[j], product);
-            float logit[1] = {logits(warp_sum(product))};
-            // Only one lane reads and writes the sum.
-            if (lane > 0) continue;
-            Sum sum(shared.known[h][warp]);
-            sum.add(logit);
-            shared.known[h][warp] = sum.pair();
-        }
-    }
-    __syncthreads();
-    const float2* sums = p.heads.sums + row * GROUP * p.sums_of_head;
-    int num_sums = ceil_div(num_pages, p.chunk);
-#pragma unroll 1
-    for (int h = warp; h < GROUP; h += WARPS) {
-        Sum known, pages;
-        if (lane < WARPS) known = Sum(shared.known[h][lane]);
-#pragma unroll 1
-        for (int i = lane; i < num_sums; i += WARP) pages.add(Sum(sums[h * p.sums_of_head + i]));
-        known.merge(), pages.merge();
-        pages.total *= (float)p.page_size;
-        Sum both = known;
-        both.add(pages);
-        if (lane == 0) {
-            shared.known_share[h] = known.total * fast_exp2(known.largest - both.largest) / both.total;
-            // A page with this logit has a mass of 1.
-            shared.base[h] = both.largest + log2f(both.total * GROUP / (float)p.page_size / WHOLE);
-        }
-    }
-    __syncthreads();
-    float missing = share;
-#pragma unroll 1
-    for (int h = 0; h < GROUP; h++) missing -= shared.known_share[h] / GROUP;
+    float missing = row.missing();
     if (!(missing > 0)) {
         Peers::wait();
         finish(0);
@@ -166,8 +68,8 @@ count_pages(const __grid_constant__ CountParams p) {
     int block_share = ceil_div(ceil_div(last, CLUSTER), RUN) * RUN;
     int begin = min(rank * block_share, last), end = min(begin + block_share, last);
     // A thread block keeps its range in shared memory if it fits: it is read many times.
-    u32* masses = p.masses + row * p.scores_stride;
-    const u16* scores = p.scores + row * p.scores_stride;
+    u32* masses = p.masses + row.row * p.scores_stride;
+    const u16* scores = p.scores + row.row * p.scores_stride;
     u32* kept_masses = (u32*)kept;
     u16* kept_scores = (u16*)(kept_masses + p.kept_pages);
     auto read = [&](int page) {
@@ -175,7 +77,7 @@ count_pages(const __grid_constant__ CountParams p) {
         return p.kept_pages ? Pages(*(const uint2*)(kept_scores + i), *(const uint4*)(kept_masses + i))
                             : Pages(*(const uint2*)(scores + page), *(const uint4*)(masses + page));
     };
-    const float* of_heads = p.heads.logits + row * p.heads.row_stride;
+    const float* of_heads = p.heads.logits + row.row * p.heads.row_stride;
     auto chosen = [&](int page) { return page >= first && page < last; };
 #pragma unroll 2
     for (int page = begin + RUN * thread; page < end; page += RUN * THREADS) {

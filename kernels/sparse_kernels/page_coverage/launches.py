@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from sparse_kernels.cuda.shared_memory import round_up
-from sparse_kernels.limits import CLUSTER_CAPABILITY, shared_bytes_of
+from sparse_kernels.cuda.shared_memory import round_up, score_bytes, select_bytes
+from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_GROUP, MAX_K, MAX_PAGES, shared_bytes_of
 
 WARPS = 16
-"""Of a block. It is one number for all batches, since the sums of the known tokens follow it."""
+"""Of a block that counts from the masses of all pages."""
+BEST_WARPS = 8
+"""Of a block that counts from the best pages: a multiprocessor has room for two."""
+_SUMS = 16
+"""Sums of the tokens that are always read: `SUMS` in rows.cuh."""
 _MOST_KEPT_PAGES = 1 << 14
 """Pages of a row that a block keeps in shared memory, at most: two blocks find room in a multiprocessor of Hopper."""
 _KEPT_BYTES = 6
@@ -17,8 +21,7 @@ _TRIED = 3
 
 def fixed_bytes(cluster: int, group_size: int) -> int:
     """Returns the shared memory that a block takes whatever it keeps: `Shared` in count.cu."""
-    of_heads = group_size * (8 * WARPS + 4 + 4)
-    return of_heads + 4 * (2 * (_TRIED + 1) * cluster * WARPS + 2 * WARPS)
+    return _heads_bytes(group_size) + 4 * (2 * (_TRIED + 1) * cluster * WARPS + 2 * WARPS)
 
 
 def kept_bytes(kept_pages: int) -> int:
@@ -43,3 +46,34 @@ def kept_pages_of(width: int, cluster: int, group_size: int, capability: tuple[i
     if capability < CLUSTER_CAPABILITY or kept > _MOST_KEPT_PAGES or kept_bytes(kept) > room:
         return 0
     return kept
+
+
+def counts_best(width: int, k: int, group_size: int, head_size: int, capability: tuple[int, int]) -> bool:
+    """Returns whether a thread block counts a row from its best pages. Otherwise the masses of all pages are compared.
+    Counts are the same.
+
+    Args:
+        width: pages of a row.
+        k: pages that a row reads, at most.
+        group_size: query heads to a KV head.
+        head_size: elements of a head.
+        capability: compute capability of the GPU.
+    """
+    fits = best_bytes(width, group_size, head_size) <= shared_bytes_of(capability)
+    return fits and k <= MAX_K and group_size <= MAX_GROUP and width <= MAX_PAGES
+
+
+def best_fixed_bytes(group_size: int, head_size: int) -> int:
+    """Returns the shared memory that a thread block takes at any width: `Shared` in best.cu."""
+    of_row = select_bytes(BEST_WARPS) + score_bytes(group_size, head_size) + _heads_bytes(group_size)
+    return of_row + 4 * (MAX_K + 2 * _TRIED * BEST_WARPS)
+
+
+def best_bytes(width: int, group_size: int, head_size: int) -> int:
+    """Returns the shared memory of a thread block that counts a row from its best pages: also a key of each page."""
+    return round_up(best_fixed_bytes(group_size, head_size), 16) + 2 * round_up(width, 8)
+
+
+def _heads_bytes(group_size: int) -> int:
+    # `HeadShares` in rows.cuh.
+    return group_size * (8 * _SUMS + 4 + 4)

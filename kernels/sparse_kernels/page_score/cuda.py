@@ -31,9 +31,9 @@ class Launch(NamedTuple):
 class HeadWeights(NamedTuple):
     """What single query heads have of each page, for a launch of scores to write to."""
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     """`[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous, an even number of pages: those of the best
-    summary key of each page, times log2(e)."""
+    summary key of each page, times log2(e); None if nobody asks."""
     sums: torch.Tensor
     """`[num_tokens, num_kv_heads, group_size, chunks, 2]` float32: of a chunk of pages the largest logit, and the sum
     of 2^(logit - largest). Behind the chunks of a row nothing is written."""
@@ -44,16 +44,20 @@ class HeadWeights(NamedTuple):
 
     @classmethod
     def empty(
-        cls, batch: DecodeBatch, statistics: PageStatistics, pages: int, softmax: Softmax, selection: PageSelection
+        cls,
+        batch: DecodeBatch,
+        statistics: PageStatistics,
+        pages: int,
+        softmax: Softmax,
+        selection: PageSelection,
+        with_logits: bool = True,
     ) -> HeadWeights:
-        """Returns room for a batch's, each row of `pages` pages."""
+        """Returns room for a batch's, each row of `pages` pages; for its sums alone without `with_logits`."""
         num_kv_heads, device = statistics.vectors.shape[1], batch.query.device
         shape = batch.num_tokens, num_kv_heads, batch.group_size(num_kv_heads)
         chunks = -(-pages // launch_of(statistics).chunk)
-        return cls(
-            torch.empty((*shape, pages), device=device), torch.empty((*shape, chunks, 2), device=device), softmax,
-            selection,
-        )  # fmt: skip
+        logits = torch.empty((*shape, pages), device=device) if with_logits else None
+        return cls(logits, torch.empty((*shape, chunks, 2), device=device), softmax, selection)
 
     def params(self, part: slice = slice(None)) -> HeadParams:
         """Returns them, or those of a part of each group, as the kernels take them."""

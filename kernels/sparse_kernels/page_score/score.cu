@@ -43,13 +43,13 @@ page_score(const __grid_constant__ ScoreParams p) {
         __shared__ float2 sums[WARPS][Score::ROWS];
         HeadLogits logits(p.heads);
         Sum of_lane[Score::TILES];
-        float* out_heads = p.heads.logits + row * p.heads.row_stride;
+        float* out_heads = p.heads.logits ? p.heads.logits + row * p.heads.row_stride : nullptr;
         int newest = count - p.heads.recent_pages;
         auto of_head = [&](int page, int tile, const float(&scores)[2]) {
             int h = 8 * tile + lane / 4;
             float x[2] = {logits(scores[0]), logits(scores[1])};
             // A row has an even number of places, so the page behind an odd last one has one.
-            if (h < GROUP && page < last) *(float2*)(out_heads + h * p.scores_stride + page) = {x[0], x[1]};
+            if (out_heads && h < GROUP && page < last) *(float2*)(out_heads + h * p.scores_stride + page) = {x[0], x[1]};
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 if (page + i < p.heads.sink_pages || page + i >= min(last, newest)) x[i] = -INFINITY_F;

@@ -3,7 +3,6 @@
 
 #include "params.cuh"
 
-#include <cstdio>
 
 int main() {
     int num_pages, k;

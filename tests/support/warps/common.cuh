@@ -5,6 +5,7 @@
 #include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -20,6 +21,11 @@ typedef unsigned long long u64;
 #define DEVICE inline
 #define __device__
 #define __noinline__
+#define __global__
+#define __shared__
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __grid_constant__
 
 #define BF16 0
 #define FP16 1
@@ -50,9 +56,12 @@ inline auto max(A a, B b) { return a > b ? a : b; }
 template <typename A, typename B>
 inline auto min(A a, B b) { return a < b ? a : b; }
 
-// The threads of a block.
-struct Thread { u32 x; };
-inline thread_local Thread threadIdx;
+// The threads of a block, and the block.
+struct Index { int x, y, z; };
+inline thread_local Index threadIdx;
+inline Index blockIdx, gridDim{1, 1, 1};
+inline void depend_on_previous() {}
+inline void release_next() {}
 struct Lanes {
     std::barrier<> barrier{WARP};
     u64 one[WARP];
@@ -120,6 +129,11 @@ inline T __reduce_add_sync(u32, T value) {
     });
 }
 
+template <typename T>
+inline T __reduce_min_sync(u32, T value) {
+    return together((u64)value, [](const u64* all) { return (T)*std::min_element(all, all + WARP); });
+}
+
 // An m16n8k32 product. Lane (g, t) has rows g and g + 8, columns 2t and 2t + 1.
 inline void mma_s8_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     u32 mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -138,6 +152,14 @@ template <int FORMAT>
 inline void mma_k16(float (&)[4], u32, u32, u32, u32, u32, u32) { abort(); }
 
 inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return __builtin_clz(x); }
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    u64 both = (u64)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; i++) found |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
@@ -148,6 +170,9 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline u32 __float2uint_rn(float x) { return x != x ? 0 : (u32)llrintf(x); }
+inline u32 __float2uint_ru(float x) { return x != x ? 0 : (u32)ceilf(x); }
+inline float fast_exp2(float x) { return exp2f(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 // Loads must be aligned, as on a GPU.
@@ -168,6 +193,9 @@ inline u64 atomicCAS(u64* p, u64 expected, u64 desired) {
     return expected;
 }
 inline u64 atomicAdd(u64* p, u64 value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline void atomicAdd(int* p, int value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline int append(int* counter, int n) { return __atomic_fetch_add(counter, n, __ATOMIC_RELAXED); }
+inline void count_down_if_below(int& count, u32 a, u32 b) { count -= a < b; }
 inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 template <typename T>
@@ -183,6 +211,16 @@ inline u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high
 inline u32 larger_or_nan(u32 a, u32 b) {
     float x = bf16_to_float(a), y = bf16_to_float(b);
     return x != x || y != y ? 0x7fff : x > y ? a : b;
+}
+inline u32 ordered_pair(u32 scores) {
+    u32 keys = 0;
+    for (int i = 0; i < 2; i++) {
+        u32 bits = scores >> 16 * i & 0xffff;
+        if ((bits & 0x7fff) > 0x7f80) bits = 0xff80;
+        if (bits == 0x8000) bits = 0;
+        keys |= (bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000) << 16 * i;
+    }
+    return keys;
 }
 inline u32 fp8_pair_to_fp16(u16) { abort(); }
 inline u32 max_or_nan_bf16(u32 a, u32 b) {
@@ -217,4 +255,17 @@ inline void load_row(const void* query, i64 first, i64 head_stride, int row, int
     i64 start = first + Heads<GROUP>::of_row(row) * head_stride + lane * PER_LANE;
     for (int i = 0; i < PER_LANE; i++)
         x[i] = in_head<HEAD_SIZE>(lane * PER_LANE + i) ? load_float<QUERY>(query, start + i) : 0.0f;
+}
+
+// Reads a file to memory that is aligned like that of a GPU.
+inline u8* contents(const char* name) {
+    FILE* file = fopen(name, "rb");
+    if (!file) abort();
+    fseek(file, 0, SEEK_END);
+    size_t size = ftell(file);
+    rewind(file);
+    u8* memory = (u8*)aligned_alloc(256, (size + 511) / 256 * 256);
+    if (fread(memory, 1, size, file) != size) abort();
+    fclose(file);
+    return memory;
 }

@@ -5,7 +5,6 @@
 
 #include "hot.cuh"
 
-#include <cstdio>
 #include <random>
 
 constexpr int ROWS = 4, WARPS = 2, PAGE_BYTES = SK_PAGE_BYTES;

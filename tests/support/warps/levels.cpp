@@ -3,36 +3,14 @@
 // share, output of keys.
 #include "common.cuh"
 
-// Declared for the parts of select.cuh that are not used.
-inline void atomicAdd(int*, int) {}
-inline u32 __vmaxu2(u32, u32) { abort(); }
-inline u32 __byte_perm(u32, u32, u32) { abort(); }
-inline u32 __reduce_min_sync(u32, u32) { abort(); }
-inline int __clz(u32) { abort(); }
-inline u64 __cvta_generic_to_shared(const void*) { abort(); }
-
 #include "levels.cuh"
 
-#include <cstdio>
 
 constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
 
 using Score = ScoreQuery<LEVELED, GROUP, HEAD_SIZE>;
 using Leveled = Levels<LEVELED, CLUSTER, WARPS, PAGES_PER_BLOCK, GROUP, HEAD_SIZE>;
-
-// Reads a file to memory that is aligned like that of a GPU.
-u8* contents(const char* name) {
-    FILE* file = fopen(name, "rb");
-    if (!file) abort();
-    fseek(file, 0, SEEK_END);
-    size_t size = ftell(file);
-    rewind(file);
-    u8* memory = (u8*)aligned_alloc(256, (size + 511) / 256 * 256);
-    if (fread(memory, 1, size, file) != size) abort();
-    fclose(file);
-    return memory;
-}
 
 int main(int, char** arguments) {
     StatisticsParams statistics{};
