@@ -50,7 +50,7 @@ def test_candidates_of_every_context_find_room(program: Path) -> None:
         assert size % 32 == 0
         assert least <= size <= MOST_CHUNK
         assert (count - 1) * size < num_pages <= count * size
-        assert kept == min(k, size)
+        assert kept == (size if num_pages <= room and size <= 4 * k else min(k, size))
         assert candidates == (count - 1) * kept + min(kept, num_pages - (count - 1) * size)
         assert candidates <= room
         if size < MOST_CHUNK:
@@ -60,7 +60,9 @@ def test_candidates_of_every_context_find_room(program: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "size", "candidates"),
     [
-        ((16384, 64, 264, 128, 16384), 128, 128 * 64),
+        ((16384, 64, 264, 128, 16384), 128, 16384),
+        ((16384, 64, 65, 128, 16384), 256, 16384),
+        ((16384, 63, 65, 128, 16384), 256, 64 * 63),
         ((16384, 64, 33, 128, 16384), 512, 32 * 64),
         ((16384, 1024, 33, 128, 16384), 512, 16384),
         ((131072, 64, 33, 128, 16384), 4000, 33 * 64),

@@ -56,7 +56,7 @@ struct WholeParams {
 };
 
 // The best pages of each chunk of a long context, best first; equal scores in text order. As many pages of a chunk are
-// kept as the row reads, or all of a smaller chunk.
+// kept as the row reads, or all of a small chunk in text order.
 struct CandidateParams {
     u16* keys;       // [rows, stride], ordered like the scores (select.cuh); null if no context is long.
     int* pages;      // [rows, stride]
@@ -73,6 +73,8 @@ struct CandidateParams {
 struct Chunks {
     // Of the pages of a chunk. Warps score this many pages at a time.
     static constexpr int UNIT = 32, MOST = 8192;
+    // A chunk of up to this many times k pages keeps all of them: selecting twice takes longer than it saves.
+    static constexpr int SMALL = 4;
     int size;
     int kept;  // Of each chunk but the last.
     int count;
@@ -82,7 +84,7 @@ struct Chunks {
         int most = (int)p.stride / max(k, 1);
         if (num_pages > p.stride && ceil_div(num_pages, size) > most) size = ceil_div(num_pages, most);
         size = min(ceil_div(size, UNIT) * UNIT, MOST);
-        kept = min(k, size), count = ceil_div(num_pages, size);
+        kept = num_pages <= p.stride && size <= SMALL * k ? size : min(k, size), count = ceil_div(num_pages, size);
     }
 
     DEVICE int candidates(int num_pages) const { return (count - 1) * kept + min(kept, num_pages - (count - 1) * size); }

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) find_candid
             keys[page - first] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
         });
         __syncthreads();
-        if (count > k) {
+        if (count > chunks.kept) {
             Select<WARPS>{shared, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread}, put);
         } else {
 #pragma unroll 1
