@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 from sparse_kernels.batch import Softmax
 from sparse_kernels.threads import start_threads
@@ -29,6 +30,12 @@ def sink_array(softmax: Softmax) -> np.ndarray:
         return np.empty(0, np.float32)
     # A model's sink logits are a parameter. NumPy takes it only without its gradient.
     return softmax.sink_logits.detach().float().numpy()
+
+
+def index_array(indices: torch.Tensor) -> np.ndarray:
+    """Returns whole numbers for the compiled kernels: int64, contiguous. Each type and layout is compiled anew, in
+    seconds, and a table has rows with strides or none from step to step."""
+    return indices.long().contiguous().numpy()
 
 
 def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, compiled_kernel, unpack_page
+from sparse_kernels.compiled import FASTMATH, compiled_kernel, index_array, unpack_page
 from sparse_kernels.paging import PagedTensor
 
 _MEAN, _MAX = 0, 1
@@ -53,5 +53,5 @@ def score_groups(query: torch.Tensor, keys: PagedTensor, first_blocks: torch.Ten
     pages = keys.token_major
     scores = torch.empty(query.shape[:2], dtype=torch.float32)
     kernel = _kernel(*query.shape[2:], keys.page_size, pages.length, pages.step)
-    kernel(query.float().numpy(), pages.location, first_blocks.long().numpy(), score, scores.numpy())
+    kernel(query.float().numpy(), pages.location, index_array(first_blocks), score, scores.numpy())
     return scores

@@ -11,7 +11,16 @@ import torch
 
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compiled import FASTMATH, add_products, exp, parallel_kernel, unpack_codes, unpack_page, widen
+from sparse_kernels.compiled import (
+    FASTMATH,
+    add_products,
+    exp,
+    index_array,
+    parallel_kernel,
+    unpack_codes,
+    unpack_page,
+    widen,
+)
 from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_topk.cpu import ordered
 from sparse_kernels.threads import use_threads
@@ -189,8 +198,8 @@ def count_pages(
         steps,
         statistics.scales.stride(),
         statistics.pages_per_block,
-        tokens.block_table.numpy(),
-        tokens.context_lens.numpy(),
+        index_array(tokens.block_table),
+        index_array(tokens.context_lens),
         scores.view(torch.uint16).numpy(),
         (selection.sink_pages, selection.recent_pages),
         np.float32(softmax.scale),

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, narrow, parallel_kernel, unpack_codes, widen
+from sparse_kernels.compiled import FASTMATH, index_array, narrow, parallel_kernel, unpack_codes, widen
 from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, SHARE_UNITS, STRIPES, in_units
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.threads import use_threads
@@ -241,7 +241,7 @@ def score_in_levels(
     use_threads(scores.numel() * query.shape[-1])
     _levels_kernel(*query.shape[2:])(
         query.float().numpy(), codes.dropped, records, statistics.vectors.stride(), steps, statistics.scales.stride(),
-        statistics.pages_per_block, block_table.numpy(), num_pages.numpy(), in_units(refined),
+        statistics.pages_per_block, index_array(block_table), index_array(num_pages), in_units(refined),
         scores.view(torch.uint16).numpy(),
     )  # fmt: skip
     return scores
@@ -267,8 +267,8 @@ def _score_codes(
         steps,
         statistics.scales.stride(),
         statistics.pages_per_block,
-        block_table.numpy(),
-        num_pages.numpy(),
+        index_array(block_table),
+        index_array(num_pages),
         scores.view(torch.uint16).numpy(),
     )
 
@@ -301,8 +301,8 @@ def score_pages(
         spreads,
         statistics.scales.stride()[:2],
         statistics.pages_per_block,
-        block_table.numpy(),
-        num_pages.numpy(),
+        index_array(block_table),
+        index_array(num_pages),
         np.float32(std_weight),
         scores.view(torch.uint16).numpy(),
     )

@@ -11,7 +11,16 @@ import torch
 
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, parallel_kernel, sink_array, unpack_page
+from sparse_kernels.compiled import (
+    CHUNK_TOKENS,
+    FASTMATH,
+    add_products,
+    exp,
+    index_array,
+    parallel_kernel,
+    sink_array,
+    unpack_page,
+)
 from sparse_kernels.rules import StopRule, probe_elements
 from sparse_kernels.threads import use_threads
 
@@ -144,9 +153,9 @@ def pages_until_stable(
         value_pages.location,
         np.array(probe_elements(cache.values.head_size)),
         cache.keys.pages_per_block,
-        tokens.block_table.numpy(),
-        tokens.context_lens.numpy(),
-        pages.numpy(),
+        index_array(tokens.block_table),
+        index_array(tokens.context_lens),
+        index_array(pages),
         np.float32(softmax.scale),
         sink_array(softmax),
         np.float32(softmax.softcap),
