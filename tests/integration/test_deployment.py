@@ -1,6 +1,5 @@
-"""Installation and monitoring: the archives of a release, a server from its wheel, and the dashboard's queries."""
+"""Installation and monitoring: the archives of a release, an engine from its wheel, and the dashboard's queries."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from support.dashboard import queries, read_alerts, series_of, variable_series
-
-from vllm_sparse_plugin.tools.server import ServerSettings, run_server
+from support.engines import run_engine
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "needle-8m"
@@ -27,7 +24,7 @@ EVERY_METRIC = {
     "diagnostics": {"sample_every": 4},
     "min_context_tokens": 0,
 }
-"""Settings of a server with all metrics of the plugin, but `OF_ZIPVL` and `OF_GPUS`."""
+"""Settings of an engine with all metrics of the plugin, but `OF_ZIPVL` and `OF_GPUS`."""
 OF_ZIPVL = {"vllm_sparse_prefill_pairs_sum", "vllm_sparse_prefill_pairs_count"}
 """Series that only the prefill of ZipVL has, in place of the estimated mass of key blocks."""
 OF_GPUS = {"vllm_sparse_host_reads_sum", "vllm_sparse_host_reads_count"}
@@ -99,29 +96,42 @@ def test_links_of_the_description_work_on_a_package_index(archives):
         assert (ROOT / path).exists(), link
 
 
-def test_an_installed_wheel_is_what_is_imported(program):
-    code = "import vllm_sparse_plugin, vllm_sparse_plugin.configs, sparse_kernels as k; print("
-    code += "vllm_sparse_plugin.__file__, vllm_sparse_plugin.configs.__file__, k.__file__, sep='\\n')"
-    files = run(program.with_name("python"), "-P", "-c", code, cwd=program.parent).splitlines()
-    assert len(files) == 3
-    assert all(Path(file).is_relative_to(program.parents[1]) for file in files)
+ENGINE = """
+import os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
+
+registry._run_in_subprocess = lambda inspect: inspect()
+settings = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
+engine = LLM(
+    sys.argv[1], attention_backend="streaming_llm", additional_config={"sparse_attention": settings},
+    max_model_len=512, enforce_eager=True,
+)
+sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+(answer,) = engine.generate([{"prompt_token_ids": [7] * 300}], sampling, use_tqdm=False)
+import vllm_sparse_plugin.configs, sparse_kernels.sparse_attention.cpu
+
+print(len(answer.outputs[0].token_ids))
+print(*[x.__file__ for name, x in sys.modules.items() if name.startswith(("vllm_sparse_plugin", "sparse_kernels"))])
+"""
+
+
+def test_an_installed_wheel_serves_with_what_it_contains(program):
+    assert run(program, "--version", cwd=program.parent).startswith("vllm-sparse ")
+    *_, tokens, files = run(program.with_name("python"), "-P", "-c", ENGINE, MODEL, cwd=program.parent).splitlines()
+    assert tokens == "8"
+    assert len(files.split()) > 50
+    assert all(Path(file).is_relative_to(program.parents[1]) for file in files.split())
 
 
 @pytest.fixture(scope="module")
-def labels(program) -> dict[str, set[str]]:
-    """Labels of every series of a server from the wheel at `/metrics`, by name, after some requests."""
-    settings = ServerSettings(
-        MODEL, 2048, "unique", json.dumps({"sparse_attention": EVERY_METRIC}), (), program=(str(program),),
-        folder=program.parent,
-    )  # fmt: skip
-    with run_server("wheel", settings, Console()) as client:
-        for _ in range(3):
-            # Counters are written at intervals.
-            reply = client.completions.create(
-                model=MODEL.name, prompt=[7] * 500, max_tokens=64, temperature=0, extra_body={"ignore_eos": True}
-            )
-            assert reply.usage.completion_tokens == 64
-        text = client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
+def labels() -> dict[str, set[str]]:
+    """Labels of every series of an engine at `/metrics`, by name, after some requests."""
+    with run_engine("unique", EVERY_METRIC, max_model_len=2048) as engine:
+        # Counters are written at intervals.
+        engine.answer([[7] * 500, [8] * 400, [9] * 600], max_tokens=64, ignore_eos=True)
+        text = engine.metrics()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -133,7 +143,7 @@ def labels(program) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda query: f"{query.panel}: {query.legend}")
-def test_a_query_of_the_dashboard_reads_what_a_server_has(query, labels):
+def test_a_query_of_the_dashboard_reads_what_an_engine_has(query, labels):
     series = series_of(query.expression)
     assert series
     for one in series:
@@ -142,12 +152,12 @@ def test_a_query_of_the_dashboard_reads_what_a_server_has(query, labels):
 
 
 @pytest.mark.parametrize("rule", read_alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_reads_what_a_server_has(rule, labels):
+def test_an_alert_reads_what_an_engine_has(rule, labels):
     for one in series_of(rule["expr"]):
         assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
 
 
-def test_variables_of_the_dashboard_read_what_a_server_has(labels):
+def test_variables_of_the_dashboard_read_what_an_engine_has(labels):
     for one in variable_series():
         assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
 

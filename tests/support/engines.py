@@ -167,7 +167,11 @@ class Engine:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        return sum_of_metric(self._call(_metrics), name)
+        return sum_of_metric(self.metrics(), name)
+
+    def metrics(self) -> str:
+        """All metrics, as at `/metrics`."""
+        return self._call(_metrics)
 
 
 @contextmanager
