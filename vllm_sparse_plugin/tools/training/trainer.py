@@ -129,20 +129,30 @@ class Trainer:
         """
         settings = self._run.settings
         if not self.steps:
-            self._note(self._measure(), report)
+            self._note(self.measure(), report)
         while self.steps < settings.steps:
             self._note(self.step(), report)
             last = self.steps == settings.steps
             if last or self.steps % settings.measure_every == 0:
-                self._note(self._measure(), report)
+                self._note(self.measure(), report)
             if last or self.steps % settings.save_every == 0:
                 self._save()
-        state = self._accelerator.get_state_dict(self._model)
+        self.write()
         if self.is_main_process:
-            run = self._run
+            with _refusing(self._run.output):
+                draw_curves(self.log, self._run.output / CURVES)
+
+    def write(self) -> None:
+        """Write the model. All processes call it."""
+        run, state = self._run, self._accelerator.get_state_dict(self._model)
+        if self.is_main_process:
             with _refusing(run.output):
-                write_model(state, run.model, self._attention, settings, run.section, self._tokenizer, run.output)
-                draw_curves(self.log, run.output / CURVES)
+                write_model(state, run.model, self._attention, run.settings, run.section, self._tokenizer, run.output)
+
+    @property
+    def settings(self) -> TrainingSettings:
+        """The settings of the run."""
+        return self._run.settings
 
     @property
     def is_main_process(self) -> bool:
@@ -215,8 +225,8 @@ class Trainer:
             ),
         }  # fmt: skip
 
-    def _measure(self) -> dict[str, Any]:
-        """Compare the served selection with dense attention on the held-out row."""
+    def measure(self) -> dict[str, Any]:
+        """Compare the served selection with dense attention on the held-out row. Return a row of the log."""
         row = self._measured
         tokens, learned = self._tensors(row)
         self._model.eval()

@@ -1,0 +1,64 @@
+"""Results of the arms of a training study: a value for each text or question, by arm and budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bench.common.results import Row
+
+BEFORE = "before"
+"""The arm that is not trained."""
+
+
+class Cell(NamedTuple):
+    """What was measured."""
+
+    arm: str
+    lora_rank: int
+    """0 for all weights, and for the model before training."""
+    budget_tokens: int | None
+    """None for dense attention."""
+
+
+Items = dict[Cell, list[float]]
+"""A value for each text or question, mean over seeds."""
+
+
+def questions(rows: Sequence[Row]) -> Items:
+    """Return the score of each question."""
+    return _items(rows, "questions", "scores", ("context_tokens", "task"))
+
+
+def losses(rows: Sequence[Row]) -> Items:
+    """Return the loss of each text beyond the loss of dense attention before training, in nats."""
+    found = _items(rows, "text", "losses", ("text",))
+    before = found[Cell(BEFORE, 0, None)]
+    return {cell: [loss - first for loss, first in zip(values, before, strict=True)] for cell, values in found.items()}
+
+
+def changes(rows: Sequence[Row]) -> Items:
+    """Return the share of each text's tokens that differ from dense attention before training, beyond its own noise."""
+    found = _items(rows, "text", "same_as_before", ("text",))
+    noise = _items(rows, "noise", "same_as_before", ("text",))[Cell(BEFORE, 0, None)]
+    return {cell: [own - same for own, same in zip(noise, values, strict=True)] for cell, values in found.items()}
+
+
+def weights_text(lora_rank: int) -> str:
+    """Return what was trained."""
+    return f"rank {lora_rank}" if lora_rank else "all"
+
+
+def _items(rows: Sequence[Row], part: str, column: str, names: tuple[str, ...]) -> Items:
+    """Return the values of a part, in the order of the columns that name groups of items."""
+    by_seed: dict[Cell, dict[int, dict[tuple[object, ...], list[float]]]] = {}
+    for row in rows:
+        if row.get("part") == part:
+            rank = 0 if row["arm"] == BEFORE else row["lora_rank"]
+            groups = by_seed.setdefault(Cell(row["arm"], rank, row.get("budget_tokens")), {})
+            groups.setdefault(row["seed"], {})[tuple(row[name] for name in names)] = row[column]
+    found = {}
+    for cell, seeds in by_seed.items():
+        joined = [[value for group in sorted(groups) for value in groups[group]] for groups in seeds.values()]
+        found[cell] = [sum(values) / len(values) for values in zip(*joined, strict=True)]
+    return found

@@ -1,0 +1,244 @@
+"""The study of training with the mask, on a tiny Llama with random weights and the tokenizer of needle-8m."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from sparse_kernels.masked_attention import Packing, newest_attention, page_records
+from support.llama import save_llama
+from typer.testing import CliRunner
+
+from bench.common.arms import Cell, changes, losses, questions
+from bench.common.models import NEEDLE_8M, TOKENIZER_FILES, load_tokenizer
+from bench.common.results import read_run
+from research.real.model import Cache, Llama, read
+from research.training import evaluate
+from research.training.__main__ import app
+from research.training.arms import ARMS, settings_of
+from research.training.data import Amounts, Data, Question, Text, prepare, read_data, write_data
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.tools.training.data import Row
+from vllm_sparse_plugin.tools.training.loss import row_loss
+from vllm_sparse_plugin.tools.training.model import load_model
+
+BUDGET, TOKENS, ANSWER = 64, 1100, 11
+END = frozenset({3, 5})
+
+
+def _tokens(seed: int, count: int) -> list[int]:
+    return torch.randint(6, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _served(preset: str) -> ServedSelection:
+    return ServedSelection.of(resolve({"selection": {"budget_tokens": BUDGET}}, preset))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = save_llama(tmp_path_factory.mktemp("llama"), 2048)
+    for file in TOKENIZER_FILES:
+        shutil.copy(NEEDLE_8M / file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Llama:
+    return Llama.load(folder, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Question]:
+    # Prompts end at several places of a page, and questions have several lengths.
+    return [
+        Question(
+            f"task{i % 2}",
+            TOKENS,
+            _tokens(i, TOKENS + 3 * i),
+            _tokens(50 + i, 1 + 3 * i),
+            ("a", "b"),
+            ANSWER - i,
+        )
+        for i in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(asked) -> Data:
+    drawn = [_tokens(100 + i, TOKENS) for i in range(5)]
+    rows = [Row(row, [i >= 1000 for i in range(TOKENS)], Packing((TOKENS,)), (1000,)) for row in drawn]
+    texts = [Text(kind, _tokens(200 + i, TOKENS)) for i, kind in enumerate(("code", "code", "prose", "prose"))]
+    return Data(rows, texts, asked[:3])
+
+
+def _one_by_one(model: Llama, question: Question, served: ServedSelection, budget: int | None) -> list[int]:
+    """The answer of a question, decoded alone with the training kernels' reference."""
+    layout = served.layout(model.head_size)
+    cache = Cache(model, TOKENS * 2)
+    read(model, torch.tensor(question.context), cache)
+    mask = None if budget is None else served.mask(None, budget)
+
+    def attend(layer, query, key, value):
+        keys, values = (part.transpose(0, 1) for part in cache.put(layer, key, value))
+        records = page_records(keys, Packing((len(keys),)), mask.page_size, layout.kind, layout.format)
+        return newest_attention(query[0].transpose(0, 1), keys, values, records, mask, model.scale).transpose(0, 1)[
+            None
+        ]
+
+    tokens, said = list(question.question), []
+    while len(said) < question.answer_tokens:
+        token = torch.tensor([tokens.pop(0)])
+        if mask is None:
+            hidden = read(model, token, cache)[-1:]
+        else:
+            hidden = model.hidden(token[None], torch.tensor([cache.length]), attend)[0]
+            cache.length += 1
+        if not tokens:
+            tokens.append(int(model.logits(hidden).argmax()))
+            if tokens[0] in END:
+                break
+            said.append(tokens[0])
+    return said
+
+
+@pytest.mark.parametrize("preset", ["unique_paper", "unique"])
+def test_answers_are_those_of_questions_decoded_alone(model, asked, preset):
+    served = _served(preset)
+    answering = evaluate.Answering(model, asked, served.layout(model.head_size), served.selection.page_size)
+    for budget in (None, 4 * BUDGET, BUDGET):  # an answer leaves nothing behind for the next budget
+        mask = None if budget is None else served.mask(None, budget)
+        found = answering.answer(mask, END, 64)
+        assert found == [_one_by_one(model, each, served, budget) for each in asked]
+        assert len({len(each) for each in found}) > 1
+
+
+def test_answers_have_at_most_the_longest_tokens(model, asked):
+    served = _served("unique_paper")
+    answering = evaluate.Answering(model, asked, served.layout(model.head_size), served.selection.page_size)
+    whole, cut = (answering.answer(None, END, longest) for longest in (64, 4))
+    assert cut == [each[:4] for each in whole]
+
+
+def test_texts_are_read_as_the_trainer_reads_its_held_out_row(folder, model):
+    served, text = _served("unique"), Text("prose", _tokens(7, TOKENS))
+    attention = PackedAttention(served, "tiny")
+    trained = load_model(folder, attention, torch.float32)
+    tokens = torch.tensor(text.tokens)
+    prompt = TOKENS - evaluate.SCORED
+    learned = torch.arange(TOKENS) > prompt
+    reading = evaluate.ReadText(model, text)
+    for mask in (None, served.mask(None), served.mask(None, 512)):
+        with torch.no_grad(), attention.using(Packing((TOKENS,)), mask, (prompt,)):
+            logits = trained(input_ids=tokens[None]).logits[0]
+        said = reading.predict(mask, served.layout(model.head_size))
+        expected = row_loss(logits, tokens, learned, None).text / int(learned.sum())
+        assert said.loss == pytest.approx(expected.item(), abs=1e-4)
+        assert (said.best == logits[prompt:-1].argmax(dim=-1)).float().mean() > 0.99
+
+
+def test_budgets_that_read_whole_prompts_are_refused(asked):
+    evaluate.check_budgets(asked, _served("unique"), (None, 1024))
+    with pytest.raises(ConfigurationError, match="budgets: got 2048, allowed: below the prompts of 1100 tokens"):
+        evaluate.check_budgets(asked, _served("unique"), (1024, 2048))
+
+
+def test_arms_differ_in_mask_and_loss_alone():
+    shared = {"steps": 50, "learning_rate": 3e-4, "rows_per_step": 3}
+    found = {name: settings_of(arm, shared) for name, arm in ARMS.items()}
+    assert [each.hard_steps for each in found.values()] == [50, 0, 50, 10, 50, 0]
+    assert {(each.steps, each.rows_per_step, each.learning_rate, each.seed) for each in found.values()} == {
+        (50, 3, 3e-4, 0)
+    }
+    assert {name: each.needs_teacher for name, each in found.items()} == {name: "taught" in name for name in ARMS}
+
+
+def test_every_arm_is_trained_and_measured(folder, data, tmp_path):
+    write_data(tmp_path / "data.xz", data)
+    output, names = tmp_path / "arms.jsonl", ["before", *ARMS]
+    settings = {"steps": 4, "rows_per_step": 2, "measure_every": 2, "warmup_steps": 0, "learning_rate": 1e-2}
+    result = CliRunner().invoke(
+        app,
+        [
+            "run", "--model", str(folder), "--data", str(tmp_path / "data.xz"), "--output", str(output),
+            "--arm", ",".join(names), "--seeds", "0,1", "--settings", json.dumps(settings), "--budget-tokens", "64",
+            "--budgets", "512,64", "--longest", "4", "--device", "cpu", "--models", str(tmp_path / "models"),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = read_run(output).rows
+    assert [(row["arm"], row["seed"]) for row in rows if row.get("part") == "noise"] == [("before", 0)] * 2
+    scores, nats, changed = questions(rows), losses(rows), changes(rows)
+    assert set(scores) == {Cell(name, 0, budget) for name in names for budget in (None, 512, 64)} == set(nats)
+    assert {len(values) for values in scores.values()} == {3}
+    assert nats[Cell("before", 0, None)] == [0.0] * 4
+    assert changed[Cell("before", 0, None)] == pytest.approx([0.0] * 4, abs=0.01)  # float32 beside float32
+    assert len({tuple(nats[Cell(name, 0, 64)]) for name in names}) == len(names)
+    steps = [row for row in rows if "objective" in row and row["seed"] == 0]
+    temperatures = {name: [row["temperature"] for row in steps if row["arm"] == name] for name in ARMS}
+    assert temperatures["soft"][:3] == pytest.approx([1.0, 0.5 ** (1 / 3), 0.5 ** (2 / 3)])
+    assert [each is None for each in temperatures["soft-hard"]] == [False, False, False, True]
+    assert temperatures["dense"] == temperatures["hard"] == [None] * 4
+    # The first step of an arm has the same rows and weights, so the loss differs by the mask alone.
+    first = {row["arm"]: row for row in steps if row["step"] == 1}
+    assert len({first[name]["loss"] for name in ("dense", "soft", "hard")}) == 3
+    assert (tmp_path / "models" / "hard-0-1" / "model.safetensors").exists()
+
+
+def test_a_run_ends_when_its_time_is_up(folder, data, tmp_path):
+    write_data(tmp_path / "data.xz", data)
+    result = CliRunner().invoke(
+        app,
+        [
+            "run", "--model", str(folder), "--data", str(tmp_path / "data.xz"),
+            "--output", str(tmp_path / "arms.jsonl"), "--arm", "hard", "--budgets", "64",
+            "--settings", '{"steps": 1000000}', "--device", "cpu", "--time-limit", "1",
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 3
+    assert "time is up in hard, seed 0" in result.output
+
+
+def test_data_are_read_as_they_were_written(data, tmp_path):
+    write_data(tmp_path / "data.xz", data)
+    assert read_data(tmp_path / "data.xz") == data
+    (tmp_path / "other.xz").write_bytes(b"{}")
+    with pytest.raises(ConfigurationError, match="allowed: a file of `prepare`"):
+        read_data(tmp_path / "other.xz")
+
+
+def test_prepared_rows_are_learned_at_their_ends_and_answers():
+    tokenizer = load_tokenizer(NEEDLE_8M)
+    prose = "\n".join(f"Sentence number {i} of a held-out story." for i in range(3000))
+    found = prepare(tokenizer, Amounts(5000, 8, 200, (4096,), 1, 2), prose)
+    assert len(found.rows) == 9
+    lengths = [len(row.tokens) for row in found.rows]
+    assert max(lengths) <= 5000
+    assert min(lengths) > 4500
+    answers = 0
+    for row in found.rows:
+        assert len(row.learned) == len(row.tokens) == row.packing.num_tokens
+        learned = [token for token, is_learned in zip(row.tokens, row.learned, strict=True) if is_learned]
+        assert not any(row.learned[: row.prompts[0]])
+        if learned[-1] == tokenizer.eos_token_id:
+            answers += 1
+            assert len(learned) < 300
+        else:
+            assert len(learned) == 200 * len(row.packing.lengths)
+    assert answers == 4
+    assert [text.kind for text in found.texts] == ["code", "code", "prose", "prose"]
+    assert len(found.questions) == 8
+    held_out = {answer for question in found.questions for answer in question.answers}
+    texts = [tokenizer.decode(row.tokens) for row in found.rows]
+    assert not [answer for answer in held_out for text in texts if answer in text]
+    for question in found.questions:
+        assert len(question.context) + len(question.question) + question.answer_tokens <= 4096
+        if question.task != "vt":
+            assert all(answer in tokenizer.decode(question.context) for answer in question.answers)
+
+
+def test_rows_that_are_too_short_for_questions_are_refused():
+    with pytest.raises(ConfigurationError, match="row_tokens: got 4096, allowed: 4992 or more"):
+        prepare(load_tokenizer(NEEDLE_8M), Amounts(4096, 8, 200, (4096,), 1, 2), "")
