@@ -17,7 +17,7 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.results import ResultFile, read_runs
-from research.real import decode, pages, prefill, reuse, routing, rules, sinks
+from research.real import decode, pages, prefill, reuse, routing, rules, selection, sinks
 from research.real.answers import measure_answers
 from research.real.model import Llama
 from research.real.report import tables
@@ -28,6 +28,8 @@ from vllm_sparse_plugin.tools.needles import library_text
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 STUDIES = ("answers", "prefill", "routing", "pages", "decode", "reuse", "sinks")
+"""Studies that run by default. They read everything in each layer."""
+SELECTION = "selection"
 PROSE, CODE = "prose", "code"
 PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
 DECODE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES)
@@ -41,7 +43,7 @@ app = typer.Typer(
     help="Rules that keep the answers of a pretrained model.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, rich_markup_mode="markdown",
 )  # fmt: skip
-Model = Annotated[Path, typer.Option(help="Folder of a Llama in transformers' format.")]
+Model = Annotated[Path, typer.Option(help="Folder of a Llama or a Gemma 3 in transformers' format.")]
 
 
 @app.command()
@@ -49,7 +51,7 @@ def prepare(
     model: Model,
     output: Annotated[Path, typer.Option(help="Compressed JSON lines to write.")],
     contexts: Annotated[str, typer.Option(help="Tokens of questions and texts.")] = "4096,7680",
-    tasks: Annotated[str, typer.Option(help="Of RULER.")] = ",".join(TASK_NAMES),
+    tasks: Annotated[str, typer.Option(help="Of RULER; may be empty.")] = ",".join(TASK_NAMES),
     questions: Annotated[int, typer.Option(min=1, help="Questions per task at the first context.")] = 25,
     more_questions: Annotated[int, typer.Option(min=1, help="Questions per task at further contexts.")] = 2,
     texts: Annotated[int, typer.Option(min=1, help="Texts per kind and context.")] = 10,
@@ -67,7 +69,7 @@ def prepare(
     found: list[Prompt] = []
     for number, context in enumerate(map(int, contexts.split(","))):
         count = more_questions if number else questions
-        found += ruler_prompts(tokenizer, tasks.split(","), context, count, seed)
+        found += ruler_prompts(tokenizer, [task for task in tasks.split(",") if task], context, count, seed)
         found += text_prompts(tokenizer, PROSE, documentation, context, texts)
         found += text_prompts(tokenizer, CODE, library_text(0, _LIBRARY_CHARS), context, texts)
     write_prompts(output, found)
@@ -97,10 +99,12 @@ def run(
 ) -> None:
     """Measure arms and write each result at once. Exit code 3 if time runs out."""
     end = time.monotonic() + time_limit
-    studies, chosen = _names("study", study, STUDIES), choose_arms(arms)
+    studies, chosen = _names("study", study, (*STUDIES, SELECTION)), choose_arms(arms)
     if dtype not in ("bfloat16", "float32"):
         raise ConfigurationError(f"dtype: got {dtype!r}, allowed: bfloat16, float32")
     loaded = Llama.load(model, device, getattr(torch, dtype))
+    if any(loaded.windows) and studies != [SELECTION]:
+        raise ConfigurationError(f"study: got {study!r} for a model with windows, allowed: {SELECTION}")
     exact = None if dtype == "float32" else Llama.load(model, device, torch.float32)
     everything = read_prompts(prompts)
     asked = _first([each for each in everything if each.kind == RULER and each.context_tokens == context], questions)
@@ -131,6 +135,7 @@ def run(
             loaded, exact, held_out, measured, chosen["reuse"], list(map(int, budgets.split(",")))
         ),
         "sinks": lambda: sinks.measure_sinks(loaded, measured, chosen["sinks"], encode(_WORD)[0]),
+        SELECTION: lambda: selection.measure_selection(loaded, _first(written, texts), chosen[SELECTION]),
     }
     with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
         for name in studies:
@@ -166,6 +171,7 @@ def choose_arms(arms: str) -> dict[str, list[str]]:
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
         "pages": PAGE_ARMS, "decode": DECODE_ARMS, "reuse": REUSE_ARMS, "sinks": sinks.ARMS,
+        SELECTION: selection.ARMS,
     }  # fmt: skip
     names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
     return {study: [name for name in each if names is None or name in names] for study, each in known.items()}

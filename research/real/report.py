@@ -10,6 +10,7 @@ from rich.table import Table
 from research.real.answers import DENSE
 from research.real.prefill import NOISE, SCORED
 from research.real.rules import RULES
+from research.real.selection import COPIES, LEVELS, LOSS
 from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean, estimate_ratio
 
 Rows = Sequence[dict[str, Any]]
@@ -19,7 +20,7 @@ def tables(rows: Rows) -> Iterator[Table]:
     """Yield a table for each study in the rows."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
-        "reuse": _reuse, "sinks": _sinks,
+        "reuse": _reuse, "sinks": _sinks, "selection": _selection,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -165,6 +166,24 @@ def _sinks(rows: Rows) -> list[Table]:
     for place, group in _groups([row for row in rows if "nats" in row], "context_tokens", "arm").items():
         table.add_row(*map(str, place), f"{_mean(row['nats'] for row in group):.3f}")
     return [*made, table]
+
+
+def _selection(rows: Rows) -> list[Table]:
+    made = []
+    for title, arm, key, columns in (
+        ("Loss", LOSS, (), ("nats",)),
+        ("Weight in two levels", LEVELS, ("ranked_by", "refined", "pages"), ("scored", "mass", "shared")),
+        ("Pages without a copy", COPIES, ("budget_tokens", "multiple", "ways"), ("cold", "steady", "again")),
+    ):
+        of_arm = [row for row in rows if row.get("arm") == arm]
+        table = Table(title=title)
+        for column in ("context", "kind", *key, *columns):
+            table.add_column(column, no_wrap=True)
+        for place, group in _groups(of_arm, "context_tokens", "kind", *key).items():
+            table.add_row(*map(str, place), *(f"{_mean(row[column] for row in group):.3f}" for column in columns))
+        if of_arm:
+            made.append(table)
+    return made
 
 
 def _mean(values: Any) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from research.real.model import Attend, Llama, causal_attention, causal_weights, masked_attention
+from research.real.model import Attend, Llama, causal_attention, causal_weights, window_attention
 from research.real.texts import Prompt
 
 NEWEST = 128
@@ -26,8 +26,6 @@ SINKS = 4
 DENSE, WINDOW, WINDOW_SINKS, WINDOW_WORD = "dense", "window", "window_sinks", "window_word"
 """Arms: all tokens; a window; a window and the first four tokens; the same with a word four times before the text."""
 ARMS = (DENSE, WINDOW, WINDOW_SINKS, WINDOW_WORD)
-_LOGIT_ROWS = 512
-"""Tokens whose logits are computed at once."""
 
 
 class SinkObserver:
@@ -101,20 +99,6 @@ class SinkObserver:
             self._levels[index] += torch.stack([column[near].double().sum() for column in columns]).cpu()
 
 
-def window_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sinks: int, newest: int
-) -> torch.Tensor:
-    """Attend causally to the first `sinks` and the `newest` tokens, with their positions in the text."""
-    tokens, outputs = query.shape[2], []
-    for begin in range(0, tokens, newest):
-        end, first = min(begin + newest, tokens), max(begin - newest + 1, 0)
-        some = torch.cat([torch.arange(min(sinks, first)), torch.arange(first, end)]).to(query.device)
-        rows = torch.arange(begin, end, device=query.device)[:, None]
-        mask = (some <= rows) & ((some > rows - newest) | (some < sinks))
-        outputs.append(masked_attention(query[:, :, begin:end], key[:, :, some], value[:, :, some], scale, mask))
-    return torch.cat(outputs, dim=2)
-
-
 def measure_sinks(model: Llama, texts: Sequence[Prompt], arms: Sequence[str], word: int) -> Iterator[dict[str, Any]]:
     """Yield rows for each text: one per layer, one per level, and the loss of each arm.
 
@@ -167,8 +151,4 @@ def _run(
 def _nats(model: Llama, hidden: torch.Tensor, tokens: Sequence[int]) -> float:
     """Return the mean loss of the tokens that are predicted after the first one left the window."""
     targets = torch.tensor(tokens[WINDOW_TOKENS + 1 :], device=model.device)
-    rows = hidden[WINDOW_TOKENS : len(tokens) - 1]
-    total = 0.0
-    for some, expected in zip(rows.split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True):
-        total += F.cross_entropy(model.logits(some), expected, reduction="sum").item()
-    return total / len(targets)
+    return model.nats(hidden[WINDOW_TOKENS : len(tokens) - 1], targets)

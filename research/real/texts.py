@@ -81,7 +81,7 @@ def find_spans(text: str, offsets: Sequence[tuple[int, int]], answers: Sequence[
 
 
 def text_prompts(tokenizer: Any, kind: str, text: str, context: int, count: int) -> Iterator[Prompt]:
-    """Yield spans of a text that do not overlap, spread evenly over it.
+    """Yield spans of a text that do not overlap, spread evenly over it, after what a tokenizer puts before texts.
 
     Raises:
         ConfigurationError: the text is too short.
@@ -89,9 +89,9 @@ def text_prompts(tokenizer: Any, kind: str, text: str, context: int, count: int)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) < count * context:
         raise ConfigurationError(f"{kind}: got {len(tokens)} tokens, allowed: at least {count * context}")
-    stride = len(tokens) // count
+    stride, before = len(tokens) // count, tokenizer.encode("")
     for index in range(count):
-        yield Prompt(kind, f"{kind}/{context}/{index}", context, tokens[index * stride :][:context])
+        yield Prompt(kind, f"{kind}/{context}/{index}", context, [*before, *tokens[index * stride :]][:context])
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from research.real import decode, pages, prefill, reuse, routing, rules, sinks
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
-from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read
+from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read, window_attention
 from research.real.report import tables
 from research.real.rules import RULES, SINKS, Rule, budget_of, choose, combine, layer_budgets, pool, survival
 from research.real.texts import RULER, Prompt, find_spans, read_prompts, write_prompts
@@ -341,7 +341,7 @@ def test_a_window_is_a_mask(num_sinks, newest):
     rows, columns = torch.arange(40)[:, None], torch.arange(40)
     mask = (columns <= rows) & ((columns > rows - newest) | (columns < num_sinks))
     expected = masked_attention(query, key, value, 0.25, mask)
-    torch.testing.assert_close(sinks.window_attention(query, key, value, 0.25, num_sinks, newest), expected)
+    torch.testing.assert_close(window_attention(query, key, value, 0.25, num_sinks, newest), expected)
 
 
 def test_an_observer_describes_the_first_token_of_dense_attention(model, text, monkeypatch):
@@ -401,6 +401,7 @@ def test_names_choose_arms():
         "decode": [],
         "reuse": [],
         "sinks": [],
+        "selection": [],
     }
     assert choose_arms("")["answers"] == list(RULES)
     with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
