@@ -32,22 +32,21 @@ def _count(pages: np.ndarray, sets: int, ways: int, factor: int, missed: np.ndar
     for cache in range(pages.shape[0]):
         held = np.full((sets, ways), -1, np.int64)
         last = np.full((sets, ways), -1, np.int64)
+        place_of = np.full(pages.max() + 1, -1, np.int64)
         for step in range(pages.shape[1]):
             for i in range(pages.shape[2]):
                 page = pages[cache, step, i]
                 if page < 0:
                     continue
                 of_page = ((page * factor) & 0xFFFFFFFF) * sets >> 32
-                place = 0
-                for way in range(ways):
-                    if held[of_page, way] == page:
-                        place = way
-                        break
-                    if last[of_page, way] < last[of_page, place]:
-                        place = way
-                if held[of_page, place] != page:
+                place = place_of[page]
+                if place < 0:
                     missed[cache, step] += 1
+                    place = last[of_page].argmin()
                     if last[of_page, place] == step:
                         continue
+                    if held[of_page, place] >= 0:
+                        place_of[held[of_page, place]] = -1
                     held[of_page, place] = page
+                    place_of[page] = place
                 last[of_page, place] = step
