@@ -69,7 +69,8 @@ def prepare(
     found: list[Prompt] = []
     for number, context in enumerate(map(int, contexts.split(","))):
         count = more_questions if number else questions
-        found += ruler_prompts(tokenizer, [task for task in tasks.split(",") if task], context, count, seed)
+        if tasks:  # they need a chat template
+            found += ruler_prompts(tokenizer, tasks.split(","), context, count, seed)
         found += text_prompts(tokenizer, PROSE, documentation, context, texts)
         found += text_prompts(tokenizer, CODE, library_text(0, _LIBRARY_CHARS), context, texts)
     write_prompts(output, found)

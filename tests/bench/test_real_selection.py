@@ -12,13 +12,13 @@ from support.llama import save_llama
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from research.real import __main__ as commands
 from research.real import selection
-from research.real.__main__ import app
 from research.real.copies import count_misses
 from research.real.model import Cache, Llama, causal_weights, read
 from research.real.pages import PAGE, Layer
 from research.real.report import tables
-from research.real.texts import Prompt, text_prompts, write_prompts
+from research.real.texts import Prompt, read_prompts, text_prompts, write_prompts
 from vllm_sparse_plugin.errors import ConfigurationError
 
 TOKENS = 300
@@ -78,7 +78,7 @@ def test_a_gemma_serves_one_study(gemma_folder, tmp_path):
     prompts = tmp_path / "prompts.gz"
     write_prompts(prompts, [Prompt("prose", "prose/0", TOKENS, _tokens(0))])
     arguments = ["run", "--model", str(gemma_folder), "--prompts", str(prompts), "--output", str(tmp_path / "x.jsonl")]
-    result = CliRunner().invoke(app, [*arguments, "--study", "pages,selection"])
+    result = CliRunner().invoke(commands.app, [*arguments, "--study", "pages,selection"])
     assert isinstance(result.exception, ConfigurationError)
     assert "got 'pages,selection' for a model with windows, allowed: selection" in str(result.exception)
 
@@ -205,10 +205,24 @@ def test_rows_of_a_text(folder, arm):
         assert rows[0]["nats"] == pytest.approx(nats, abs=1e-3)
 
 
-def test_texts_begin_as_the_tokenizer_begins_them():
-    class Tokenizer:
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            return [2] * add_special_tokens + [ord(letter) for letter in text]
+class _Tokenizer:
+    """It has no chat template."""
 
-    found = list(text_prompts(Tokenizer(), "prose", "abcdefgh", 4, 2))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [2] * add_special_tokens + [ord(letter) for letter in text]
+
+
+def test_texts_begin_as_the_tokenizer_begins_them():
+    found = list(text_prompts(_Tokenizer(), "prose", "abcdefgh", 4, 2))
     assert [each.tokens for each in found] == [[2, 97, 98, 99], [2, 101, 102, 103]]
+
+
+def test_texts_are_prepared_without_questions(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "open_tokenizer", lambda _: _Tokenizer())
+    monkeypatch.setattr(commands, "library_text", lambda *_: "0123456789")
+    (tmp_path / "prose.txt").write_text("abcdefgh")
+    arguments = {"model": "x", "output": tmp_path / "out.gz", "prose": tmp_path / "prose.txt", "contexts": 4}
+    options = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    result = CliRunner().invoke(commands.app, ["prepare", *options, "--texts", "1", "--tasks", ""])
+    assert result.exit_code == 0, result.output
+    assert [each.name for each in read_prompts(tmp_path / "out.gz")] == ["prose/4/0", "code/4/0"]
