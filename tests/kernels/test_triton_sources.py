@@ -1,12 +1,11 @@
 """Every Triton kernel compiles for every kind of statistics, on the oldest and newest architecture, without a GPU."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 from sparse_kernels.page_statistics import KINDS
+from support.fresh_python import start_forks
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -190,25 +189,22 @@ for head_size in OF_OLDEST if is_oldest else (64, 96, 128, 256):
 """
 
 
-def compiled(code: str, *arguments: str) -> int:
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Callable[..., int]]:
     """Runs code that compiles kernels; returns their number. Each must fit the smallest GPUs."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    sizes, shared = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
-    assert min(sizes) > 0
-    assert max(shared) <= LEAST_SHARED_BYTES
-    return len(sizes)
+    with start_forks(("torch", "triton.backends.compiler")) as forks:
+
+        def run(code: str, *arguments: str) -> int:
+            sizes, shared = zip(*(map(int, line.split()) for line in forks.run(code, *arguments)), strict=True)
+            assert min(sizes) > 0
+            assert max(shared) <= LEAST_SHARED_BYTES
+            return len(sizes)
+
+        yield run
 
 
 @pytest.mark.parametrize("architecture", ["80", "90"])
-def test_compiles(architecture: str) -> None:
+def test_compiles(compiled: Callable[..., int], architecture: str) -> None:
     of_decode = len(KINDS) + sum(2 * kind.is_leveled + (not kind.is_fused) for kind in KINDS.values())
     # Three head sizes, two forms.
     of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
@@ -239,7 +235,7 @@ masked.masked_attention(query, key, value, records, packing, mask, 0.125).sum().
 
 
 @pytest.mark.parametrize(("temperature", "twice"), [("0.5", 2), ("None", 1)])
-def test_kernels_of_training_compile(temperature: str, twice: int) -> None:
+def test_kernels_of_training_compile(compiled: Callable[..., int], temperature: str, twice: int) -> None:
     # Scores are computed and softened in both passes; pages' outputs and gradients are joined by one kernel.
     names = MASKED[temperature]
     assert compiled(OF_TRAINING, "90", "quarters", temperature, *names) == len(names) + twice

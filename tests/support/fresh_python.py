@@ -1,18 +1,21 @@
-"""Python programs that import vLLM, each in a fork of a process that has imported the packages which vLLM needs.
+"""Python programs, each in a fork of a process that has imported the packages which they need.
 
 vLLM spends nearly all of its import in torch, transformers and other packages. The forks need not import them again.
 The forked process has imported neither vLLM nor the plugin.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+_NEEDED_BY_VLLM = ("openai", "scipy.stats", "torch._inductor", "transformers")
 
 
 class Forks:
@@ -37,9 +40,9 @@ class Forks:
 
 
 @contextmanager
-def start_forks() -> Iterator[Forks]:
-    """Start the process that is forked; it ends with the context."""
-    command = [sys.executable, "-P", __file__]
+def start_forks(imported: Sequence[str] = _NEEDED_BY_VLLM) -> Iterator[Forks]:
+    """Start the process that is forked, which imports these modules; it ends with the context."""
+    command = [sys.executable, "-P", __file__, *imported]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/"
     ) as process:
@@ -48,13 +51,6 @@ def start_forks() -> Iterator[Forks]:
 
 
 # The following code runs in the process that is forked.
-
-
-def _import_packages() -> None:
-    import openai  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import torch._inductor  # noqa: F401
-    import transformers  # noqa: F401
 
 
 def _run_in_fork(code: str, arguments: list[str], environment: dict[str, str]) -> list[int | str]:
@@ -81,7 +77,8 @@ def _run_in_fork(code: str, arguments: list[str], environment: dict[str, str]) -
 
 
 if __name__ == "__main__":
-    _import_packages()
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     ours = [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_sparse_plugin", "numba")]
     assert ours == [], f"already imported: {ours}"
     for line in sys.stdin:
