@@ -16,7 +16,8 @@ from vllm_sparse_plugin.policies import EveryPage
 from vllm_sparse_plugin.requests.limits import StepLimits
 from vllm_sparse_plugin.requests.rows import BatchRows
 
-HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
+HEADS, GROUP, SIZE, BLOCK = 2, 4, 64, 64
+"""Groups and heads of the test model, whose kernels other tests compile."""
 COVERED = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}, "min_context_tokens": 0}
 """Settings with a coverage."""
 BUDGET = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}

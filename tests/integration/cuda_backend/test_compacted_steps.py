@@ -75,7 +75,9 @@ def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
     generator = torch.Generator().manual_seed(3)
     rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
     cache = torch.zeros(8, HEADS, rows, 2 * SIZE, dtype=torch.bfloat16)
-    query, key, value = (torch.randn(301, heads, SIZE, generator=generator).bfloat16() for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(301, heads, SIZE, generator=generator).bfloat16() for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
     outputs = []
     for done, new in ((0, 296), (296, 4), (300, 1)):
         common = common_metadata([new], [done + new], [done < 300]).replace(req_idx=np.array([2]))
