@@ -22,6 +22,7 @@ from sparse_kernels.cuda.params import (
     pointer,
 )
 from sparse_kernels.cuda.shared_memory import chain_bytes, is_wide, least_cluster, merging_bytes
+from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_GROUP, shared_bytes_of
 
 _SOURCE = Path(__file__).with_name("attend.cu")
 
@@ -45,15 +46,33 @@ _LAUNCHES = (
 )
 
 
-def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
+def shared_bytes(cluster: int, group_size: int, head_size: int) -> int:
+    """Returns the shared memory of a thread block, as attend.cu asserts it."""
+    return chain_bytes(cluster, group_size, head_size) + merging_bytes(group_size, head_size)
+
+
+def heads_at_once(group_size: int, head_size: int, capability: tuple[int, int]) -> int:
+    """Returns how many query heads of a group a launch attends with: as many as a thread block has room for, without
+    clusters."""
+    most = MAX_GROUP
+    if capability < CLUSTER_CAPABILITY:
+        while shared_bytes(1, most, head_size) > shared_bytes_of(capability):
+            most -= 1
+    return min(group_size, most)
+
+
+def launch_of(num_rows: int, group_size: int, head_size: int, capability: tuple[int, int]) -> Launch:
     """Returns the launch configuration of a batch. Before compute capability 9.0 a row has one thread block."""
     wide = is_wide(group_size, head_size)
-    if torch.cuda.get_device_capability(device)[0] < 9:
+    if capability < CLUSTER_CAPABILITY:
         return Launch(1, warps=8, blocks_per_sm=1 if wide else 2)
     launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
     if wide:
         launch = launch._replace(warps=8, blocks_per_sm=1)
-    return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
+    cluster = max(launch.cluster, least_cluster(group_size, head_size))
+    while shared_bytes(cluster, group_size, head_size) > shared_bytes_of(capability):
+        cluster *= 2
+    return launch._replace(cluster=cluster)
 
 
 def attend_pages(
@@ -66,7 +85,9 @@ def attend_pages(
     def attend(part: DecodeBatch, softmax: Softmax, output: DecodeOutput) -> None:
         _attend(part, cache, selected, softmax, output, launch)
 
-    attend_in_parts(batch, cache.num_kv_heads, softmax, output, attend)
+    group_size, capability = batch.group_size(cache.num_kv_heads), torch.cuda.get_device_capability(pages.device)
+    most = heads_at_once(group_size, cache.head_size, capability)
+    attend_in_parts(batch, cache.num_kv_heads, softmax, output, attend, most)
     return output.heads
 
 
@@ -79,9 +100,9 @@ def _attend(
     launch: Launch | None,
 ) -> None:
     device, group_size = batch.query.device, batch.group_size(cache.num_kv_heads)
-    launch = launch or launch_of(batch.num_tokens * cache.num_kv_heads, group_size, cache.head_size, device)
-    shared_bytes = chain_bytes(launch.cluster, group_size, cache.head_size)
-    shared_bytes += merging_bytes(group_size, cache.head_size)
+    capability = torch.cuda.get_device_capability(device)
+    launch = launch or launch_of(batch.num_tokens * cache.num_kv_heads, group_size, cache.head_size, capability)
+    block_bytes = shared_bytes(launch.cluster, group_size, cache.head_size)
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "KV": FORMATS[cache.keys.view.dtype],
@@ -93,10 +114,10 @@ def _attend(
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
-        "SHARED_BYTES": shared_bytes,
+        "SHARED_BYTES": block_bytes,
     }
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
-    compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
+    compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
     params = AttendParams(
         QueryParams.of(batch.query),
         CacheParams.of(cache),
@@ -106,4 +127,4 @@ def _attend(
         SoftmaxParams.of(softmax),
         OutputParams.of(output),
     )
-    compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, shared_bytes)
+    compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, block_bytes)

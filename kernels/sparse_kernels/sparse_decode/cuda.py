@@ -53,10 +53,10 @@ from sparse_kernels.sparse_decode.launches import (
     MOST_FUSED,
     NO_CANDIDATES,
     Launch,
+    fitting,
     fixed_bytes,
     in_pieces,
     launch_of,
-    listed_if_long,
     shared_bytes,
     values_bytes,
 )
@@ -101,7 +101,7 @@ def sparse_decode(
     elif leveled:
         launch = launch._replace(most_fused=NO_CANDIDATES)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
-        launch = listed_if_long(launch._replace(fused=False), shape, MAX_PAGES, capability)
+        launch = fitting(launch._replace(fused=False), shape, capability)
     if batch.pages is not None:
         launch = launch._replace(fused=False, listed=True)
     macros = {

@@ -130,7 +130,7 @@ def launch_of(
         raise ValueError(f"rule: got one on compute capability {capability[0]}.x, allowed: 9.0 or later")
     if not clusters:
         launch = Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
-        return listed_if_long(launch, shape, MAX_PAGES_WITHOUT_CLUSTERS, capability)
+        return fitting(launch, shape, capability)
     launches = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
 
     def few(most_rows: int) -> bool:
@@ -144,20 +144,30 @@ def launch_of(
         launch = launch._replace(warps=8, blocks_per_sm=1 if wide or few(most) else 2)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
     if not record_bytes:
-        return launch._replace(fused=False, listed=True)
-    if leveled:
-        return listed_if_long(launch._replace(most_fused=NO_CANDIDATES), shape, MAX_PAGES, capability)
-    if launch.cluster == 1:
+        launch = launch._replace(fused=False, listed=True)
+    elif leveled:
+        launch = launch._replace(most_fused=NO_CANDIDATES)
+    elif launch.cluster == 1:
         launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
-    return listed_if_long(launch, shape, MAX_PAGES, capability)
+    return fitting(launch, shape, capability)
 
 
-def listed_if_long(launch: Launch, shape: DecodeShape, most_keys: int, capability: tuple[int, int]) -> Launch:
-    """Returns the launch, or a launch that reads its pages from memory if a thread block cannot select from `most_keys`
-    keys."""
-    if launch.keys(shape) <= most_keys and shared_bytes(launch, shape) <= shared_bytes_of(capability):
-        return launch
-    return launch._replace(fused=False, listed=True)
+def fitting(launch: Launch, shape: DecodeShape, capability: tuple[int, int]) -> Launch:
+    """Returns the launch, or one with as many more thread blocks to a row as its shared memory needs, or one that reads
+    its pages from memory if a thread block cannot select from all keys of a row. Results do not depend on it.
+
+    If nothing fits, the result does not either, see `in_pieces`.
+    """
+    has_clusters = capability >= CLUSTER_CAPABILITY
+    most_keys = MAX_PAGES if has_clusters else MAX_PAGES_WITHOUT_CLUSTERS
+    clusters = [cluster for cluster in (1, 2, 4, 8) if cluster >= launch.cluster]
+    listed = launch._replace(fused=False, listed=True)
+    for form in (launch, listed):
+        for cluster in clusters if has_clusters else clusters[:1]:
+            found = form._replace(cluster=cluster)
+            if found.keys(shape) <= most_keys and shared_bytes(found, shape) <= shared_bytes_of(capability):
+                return found
+    return listed
 
 
 @functools.cache

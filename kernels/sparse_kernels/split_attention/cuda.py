@@ -60,7 +60,7 @@ LEAST_SELECTED_TOKENS = 128
 _MERGING_THREADS = 512
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """The thread blocks of the attending launch."""
 
     warps: int
@@ -68,9 +68,23 @@ class _Blocks(NamedTuple):
     """Thread blocks that a multiprocessor has room for, with narrow heads; half as many with wide heads."""
 
 
-_PLAIN = _Blocks(8, 2)
-_STOPPING = _Blocks(4, 4)
+_PLAIN = Blocks(8, 2)
+_STOPPING = Blocks(4, 4)
 """While one thread block publishes or tests its piece, the others of its multiprocessor read."""
+
+
+def blocks_of(stopping: bool, group_size: int, head_size: int, capability: tuple[int, int]) -> tuple[Blocks, int]:
+    """Returns the thread blocks of the attending launch, and the shared memory of one."""
+    warps, per_sm = _STOPPING if stopping else _PLAIN
+    if is_wide(group_size, head_size):
+        per_sm //= 2
+    shared_bytes = piece_bytes(warps, group_size, head_size, stopping)
+    while shared_bytes > shared_bytes_of(capability) and not stopping:
+        warps //= 2
+        shared_bytes = piece_bytes(warps, group_size, head_size, stopping)
+    return Blocks(warps, per_sm), shared_bytes
+
+
 _WAVES = 2
 """A launch has enough thread blocks to fill the GPU this many times, if rows and pieces suffice. The second wave
 replaces thread blocks of skipped groups, and a thread block still has several pieces per start."""
@@ -201,16 +215,11 @@ def _attend_and_merge(
     stopping, selection = reading.stopping, reading.selection
     device, head_size, num_kv_heads = batch.query.device, cache.head_size, cache.num_kv_heads
     group_size, rows = batch.group_size(num_kv_heads), batch.num_tokens * num_kv_heads
-    warps, blocks_per_sm = _STOPPING if stopping else _PLAIN
-    if is_wide(group_size, head_size):
-        blocks_per_sm //= 2
+    capability = torch.cuda.get_device_capability(device)
+    (warps, blocks_per_sm), shared_bytes = blocks_of(stopping is not None, group_size, head_size, capability)
     if launch is None:
         filled = blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         launch = _launch_of(stopping is not None, rows, filled)
-    shared_bytes = piece_bytes(warps, group_size, head_size, stopping is not None)
-    while shared_bytes > shared_bytes_of(torch.cuda.get_device_capability(device)) and stopping is None:
-        warps //= 2
-        shared_bytes = piece_bytes(warps, group_size, head_size, False)
     shape = {"GROUP": group_size, "HEAD_SIZE": head_size}
     macros = {
         **shape,
