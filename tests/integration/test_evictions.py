@@ -32,10 +32,13 @@ def settings_of(method: str, **settings: object) -> dict:
     return METHODS[method] | SHARED | settings
 
 
-def harness_of(model: str, compaction: dict | None, backend: str = "dense", **settings: object) -> LayerHarness:
+def harness_of(
+    model: str, compaction: dict | None, backend: str = "dense", sinks: torch.Tensor | None = None, **settings: object
+) -> LayerHarness:
     always = {} if backend == "dense" else {"min_context_tokens": 0}
     settings = {"compaction": compaction} | always | settings
-    return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120)
+    learned = {} if sinks is None else {"sinks": sinks}
+    return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120, **learned)
 
 
 def compaction_of(settings: dict) -> Compaction:
@@ -49,6 +52,8 @@ class Model:
 
     settings: dict
     request: Request
+    sinks: torch.Tensor | None = None
+    """Learned sink logits of the query heads."""
     left: int = 0
     held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
     sums: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in range(HEADS)])
@@ -97,7 +102,8 @@ class Model:
             return [self.sums[head][token] for token in held]
         query = torch.stack(self.queries[-rule.window_tokens :]).unflatten(1, (HEADS, -1))[:, head]
         self.weights = query.shape[0] * query.shape[1]
-        return votes_of(query, self.request.keys[held, head], len(held) - 1, Softmax(0.125))
+        softmax = Softmax(0.125, 0.0, self.sinks)
+        return votes_of(query, self.request.keys[held, head], len(held) - 1, softmax, head * query.shape[1])
 
     def _redundancy(self, head: int, held: list[int]) -> list[float]:
         unit = torch.nn.functional.normalize(self.request.keys[held, head].double(), dim=-1)
@@ -119,10 +125,14 @@ class Model:
                 visible[head, self.held[head]] = True
                 of_head, held = query.unflatten(0, (HEADS, -1))[head], self.held[head]
                 logits = of_head.double() @ request.keys[held, head].double().T * 0.125
-                for token, weight in zip(held, logits.softmax(dim=1).sum(dim=0).tolist(), strict=True):
+                if self.sinks is not None:
+                    logits = torch.cat([logits, self.sinks.double().view(HEADS, -1, 1)[head]], dim=1)
+                weights = logits.softmax(dim=1)[:, : len(held)].sum(dim=0).tolist()
+                for token, weight in zip(held, weights, strict=True):
                     self.sums[head][token] = self.sums[head].get(token, 0.0) + weight
             keys, values = request.keys[: begin + index + 1], request.values[: begin + index + 1]
-            outputs.append(dense_attention(query.unflatten(0, (HEADS, -1)), keys, values, 0.125, visible))
+            queries = query.unflatten(0, (HEADS, -1))
+            outputs.append(dense_attention(queries, keys, values, 0.125, visible, self.sinks))
         self.queries += list(request.fresh)
         return torch.stack(outputs)
 
@@ -154,6 +164,15 @@ def test_a_request_keeps_the_best_tokens_again_and_again(model, method, prompt):
     harness, settings = harness_of(model, settings_of(method)), settings_of(method)
     models = [Model(settings, harness.request(prompt)), Model(settings, harness.request(130))]
     assert_follows(harness, models, [[0, 60], [prompt, 70], *[[1, 1]] * 140])
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
+def test_learned_sinks_take_their_share_of_the_votes(model, method):
+    """The query heads of a KV head have unlike sinks, so their votes have unlike weights."""
+    sinks = torch.tensor([0.0, 12.0] * 4).bfloat16()
+    settings = settings_of(method)
+    harness = harness_of(model, settings, sinks=sinks)
+    assert_follows(harness, [Model(settings, harness.request(150), sinks)], [[150], *[[1]] * 90])
 
 
 @pytest.mark.parametrize("method", METHODS)

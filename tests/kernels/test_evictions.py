@@ -71,18 +71,22 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.parametrize(("queries", "group"), [(1, 2), (8, 3), (50, 4)])
 @pytest.mark.parametrize("count", [64, 65, 190])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_votes_are_the_attention_of_the_queries_in_every_layer(kernels, queries, group, count, softcap):
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True)])
+def test_votes_are_the_attention_of_the_queries_in_every_layer(kernels, queries, group, count, softcap, sinks):
     rows, table = layers_of(6)
     query = torch.randn(LAYERS, queries, HEADS * group, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    softmax, votes = Softmax(0.25, softcap), torch.ones(LAYERS, HEADS, count + 5)
+    softmax, votes = [Softmax(0.25, softcap)] * LAYERS, torch.ones(LAYERS, HEADS, count + 5)
+    if sinks:
+        logits = 8 + 4 * torch.rand(LAYERS, HEADS * group, generator=torch.Generator().manual_seed(2)).bfloat16()
+        softmax = [Softmax(0.25, softcap, of_layer) for of_layer in logits]
     add_votes_of_layers(votes, query, count - queries, table, caches_of(rows), softmax)
     keys = tokens_of(rows, table, count)[..., :16]
     for layer in range(LAYERS):
         for head in range(HEADS):
             of_head = query[layer][:, head * group : (head + 1) * group]
-            expected = torch.tensor(votes_of(of_head, keys[layer, :, head], count - 1, softmax))
+            expected = torch.tensor(votes_of(of_head, keys[layer, :, head], count - 1, softmax[layer], head * group))
             assert (votes[layer, head, :count] - 1 - expected).abs().max() < 1e-4 * queries * group
+            assert (expected.sum() < 0.99 * queries * group) == sinks
     assert (votes[..., count:] == 1).all()
 
 
@@ -91,9 +95,9 @@ def test_votes_over_8_bit_keys_and_queries_count_their_scales(kernels):
     query = torch.randn(LAYERS, 8, 4, 16, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     votes = torch.zeros(2, LAYERS, HEADS, 100)
     scales = [torch.tensor(0.5)] * LAYERS
-    add_votes_of_layers(votes[0], query, 92, table, caches_of(rows, 2.0), Softmax(0.25), scales)
+    add_votes_of_layers(votes[0], query, 92, table, caches_of(rows, 2.0), [Softmax(0.25)] * LAYERS, scales)
     plain = caches_of(rows.bfloat16())
-    add_votes_of_layers(votes[1], query.bfloat16(), 92, table, plain, Softmax(0.25))
+    add_votes_of_layers(votes[1], query.bfloat16(), 92, table, plain, [Softmax(0.25)] * LAYERS)
     assert (votes[0] - votes[1]).abs().max() < 1e-4
     found = redundancy(table, 100, caches_of(rows, 2.0))
     assert (found - redundancy(table, 100, plain)).abs().max() < 1e-6
@@ -245,7 +249,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"scores: got \[3, 2, 160\], allowed: \[3, 2, 161\]"):
         keep_tokens(scores, HeldBlocks(table, 161, 2, 4), caches, RULE)
     with pytest.raises(ValueError, match=r"votes: got \[3, 2, 160\], allowed: at least \[3, 2, 161\]"):
-        add_votes_of_layers(scores, torch.zeros(LAYERS, 1, 4, 16), 160, table, caches, Softmax(1.0))
+        add_votes_of_layers(scores, torch.zeros(LAYERS, 1, 4, 16), 160, table, caches, [Softmax(1.0)] * LAYERS)
+    for softmax in ([Softmax(1.0)] * 2, [*[Softmax(1.0)] * 2, Softmax(1.0, 0.0, torch.zeros(4))]):
+        with pytest.raises(ValueError, match=r"softmax: got \d of \d forms, allowed: 3 of one form"):
+            add_votes_of_layers(scores, torch.zeros(LAYERS, 1, 4, 16), 100, table, caches, softmax)
     with pytest.raises(ValueError, match="caches: got 2 shapes, allowed: 1"):
         LayerCaches((caches.first, KVCache.from_rows(rows[0][:, :1], 8)))
     with pytest.raises(ValueError, match=r"importance_share: got 1\.5, allowed: 0 to 1"):
@@ -266,7 +273,9 @@ def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
         scale = torch.tensor(2.0, device=device) if dtype.itemsize == 1 else None
         caches = LayerCaches(tuple(KVCache.from_rows(each, 8, None, scale, scale) for each in here))
         votes = torch.zeros(LAYERS, HEADS, count, device=device)
-        add_votes_of_layers(votes, query.to(device), count - 20, blocks, caches, Softmax(size**-0.5))
+        sinks = torch.linspace(0, 4, LAYERS * 4 * HEADS, device=device).view(LAYERS, -1)
+        softmax = [Softmax(size**-0.5, 0.0, sink) for sink in sinks]
+        add_votes_of_layers(votes, query.to(device), count - 20, blocks, caches, softmax)
         scores = votes
         if share is not None:
             scores = mixed_scores(votes, redundancy(blocks, count, caches), 20 * 4, rule)

@@ -5,7 +5,9 @@ from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule, voting_rows
 
 
-def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: Softmax) -> list[float]:
+def votes_of(
+    query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: Softmax, first_head: int = 0
+) -> list[float]:
     """Attention of the query heads of one KV head on each token, summed over heads and queries.
 
     Args:
@@ -13,6 +15,7 @@ def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: S
         key: `[prompt, head_size]`.
         last_query: position of the last query.
         softmax: how logits become weights.
+        first_head: number of the first query head, for its sink logit.
     """
     votes = torch.zeros(len(key), dtype=torch.float64)
     for index in range(len(query)):
@@ -21,7 +24,9 @@ def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: S
             logits = key[: position + 1].double() @ query[index, head].double() * softmax.scale
             if softmax.softcap:
                 logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-            votes[: position + 1] += logits.softmax(dim=0)
+            if softmax.sink_logits is not None:
+                logits = torch.cat([logits, softmax.sink_logits[first_head + head].double()[None]])
+            votes[: position + 1] += logits.softmax(dim=0)[: position + 1]
     return votes.tolist()
 
 
@@ -75,6 +80,7 @@ def kept_tokens(
             key[:, head],
             prompt - 1 if last_query is None else last_query,
             softmax,
+            head * group,
         )
         before = prompt - max(rule.window_tokens, int(rule.recent_share * (count - prompt % block_size)))
         reach = rule.pool_tokens // 2

@@ -228,7 +228,7 @@ class StepEvictions(StepCompaction):
         query = self._ring.newest(request.slot, request.computed, count)
         scales = [layer._q_scale for layer in self.layers.values()] if query.dtype.itemsize == 1 else None
         first = request.computed - request.left * self.block_size - count
-        softmax = self._layer.impl.softmax
+        softmax = [layer.impl.softmax for layer in self.layers.values()]
         add_votes_of_layers(votes, query, first, table[request.left :], self._layer_caches(), softmax, scales)
 
     def _evict(self, request: _Held, table: torch.Tensor, left: int) -> None:

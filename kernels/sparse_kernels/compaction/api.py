@@ -70,7 +70,7 @@ def compact_prompt(
         window: the queries that vote.
         prompt: its blocks.
         cache: keys, values and statistics; the keys and values of the whole prompt are written.
-        softmax: how logits become weights; without sink logits, which differ by query head.
+        softmax: how logits become weights. A sink logit takes its share of a query's weights, and gets no vote.
         rule: how many tokens vote and are kept.
         earlier: `[num_kv_heads, P]` float32, the sums of `add_votes` for queries before the window.
 
@@ -87,8 +87,6 @@ def compact_prompt(
     last_block = prompt.num_tokens // block_size
     if not 0 < prompt.first_block < last_block:
         raise ValueError(f"first_block: got {prompt.first_block}, allowed: 1 to {last_block - 1}, before the last")
-    if softmax.sink_logits is not None:
-        raise ValueError("sink_logits: got some, allowed: None")
     shape = cache.num_kv_heads, prompt.num_tokens
     if earlier is None:
         votes = torch.zeros(shape, device=prompt.block_table.device)

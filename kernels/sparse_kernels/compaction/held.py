@@ -29,7 +29,7 @@ def add_votes_of_layers(
     first_position: int,
     block_table: torch.Tensor,
     caches: LayerCaches,
-    softmax: Softmax,
+    softmax: Sequence[Softmax],
     query_scales: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Adds the attention of consecutive queries on each token, in every layer; see `add_votes`.
@@ -40,12 +40,16 @@ def add_votes_of_layers(
         first_position: of the first query, counted like the tokens.
         block_table: `[max_blocks]` integer, physical block ids.
         caches: keys, including those of the queries' tokens.
-        softmax: how logits become weights, in all layers.
+        softmax: how logits become weights in each layer. Only the values of sink logits may differ between layers.
         query_scales: of each layer, see `ObservationWindow.query_scale`; None for 16-bit queries.
 
     Raises:
-        ValueError: if `votes` has too few tokens.
+        ValueError: if `votes` has too few tokens, or layers differ in more than the values of sink logits.
     """
+    forms = {(each.scale, each.softcap, each.sink_logits is None) for each in softmax}
+    if len(forms) != 1 or len(softmax) != len(caches.caches):
+        got, allowed = f"{len(softmax)} of {len(forms)} forms", f"{len(caches.caches)} of one form"
+        raise ValueError(f"softmax: got {got}, allowed: {allowed}")
     least = [len(caches.caches), caches.first.num_kv_heads, first_position + query.shape[1]]
     if list(votes.shape[:2]) != least[:2] or votes.shape[2] < least[2]:
         raise ValueError(f"votes: got {list(votes.shape)}, allowed: at least {least}")
@@ -59,7 +63,8 @@ def add_votes_of_layers(
         return
     for layer, cache in enumerate(caches.caches):
         scale = None if query_scales is None else query_scales[layer]
-        add_votes(votes[layer], ObservationWindow(query[layer], first_position, scale), block_table, cache, softmax)
+        window = ObservationWindow(query[layer], first_position, scale)
+        add_votes(votes[layer], window, block_table, cache, softmax[layer])
 
 
 def redundancy(block_table: torch.Tensor, num_tokens: int, caches: LayerCaches) -> torch.Tensor:

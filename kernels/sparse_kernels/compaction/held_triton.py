@@ -6,6 +6,8 @@ and all rows of a block table. The order of every sum depends only on the reques
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction.layers import LayerCaches
 from sparse_kernels.compaction.rule import SIMILAR, TINY
 from sparse_kernels.token_prefill.triton.parts import base_2_logits, tile_of
-from sparse_kernels.triton import arithmetic
+from sparse_kernels.triton import LOG2E, arithmetic
 
 _MOVED_AT_ONCE = 32
 """Tokens that a program moves at a time."""
@@ -46,8 +48,8 @@ def _keys_at(
     do_not_specialize_on_alignment=["query_ptr", "table_ptr"],
 )
 def _add_votes(
-    addresses_ptr, key_scales_ptr, query_ptr, query_scales_ptr, table_ptr, votes_ptr, row_strides, votes_stride, scale,
-    num_queries, first_position,
+    addresses_ptr, key_scales_ptr, query_ptr, query_scales_ptr, sinks_ptr, table_ptr, votes_ptr, row_strides,
+    votes_stride, scale, num_queries, first_position,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +76,10 @@ def _add_votes(
         position = tl.where(exists, first_position + row // GROUP, 0)
         largest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
+        if sinks_ptr is not None:
+            # A sink logit joins the sum of weights, and gets no vote.
+            largest = tl.load(sinks_ptr + (layer * HEADS + head) * GROUP + row % GROUP) * LOG2E
+            total += 1.0
         for first in range(0, seen, KEYS):
             token = first + tl.arange(0, KEYS)
             keys = _keys_at(
@@ -105,18 +111,21 @@ def add_votes(
     first_position: int,
     block_table: torch.Tensor,
     caches: LayerCaches,
-    softmax: Softmax,
+    softmax: Sequence[Softmax],
     query_scales: torch.Tensor | None,
 ) -> None:
     """See `held.add_votes_of_layers`; `query_scales` is `[num_layers]` float32."""
+    sinks = None
+    if softmax[0].sink_logits is not None:
+        sinks = torch.stack([each.sink_logits.float() for each in softmax if each.sink_logits is not None])
     layers, num_queries, num_heads, head_size = query.shape
     heads = caches.first.num_kv_heads
     rows, columns = tile_of(head_size)
     _add_votes[(layers * heads,)](
-        caches.addresses, caches.key_scales, query.contiguous(), query_scales, block_table, votes,
-        caches.first.rows.stride()[:3], votes.stride(1), float(softmax.scale), num_queries, first_position,
+        caches.addresses, caches.key_scales, query.contiguous(), query_scales, sinks, block_table, votes,
+        caches.first.rows.stride()[:3], votes.stride(1), float(softmax[0].scale), num_queries, first_position,
         HEADS=heads, GROUP=num_heads // heads, HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
-        BLOCK_TOKENS=caches.block_size, ROWS=rows, KEYS=columns, SOFTCAP=float(softmax.softcap),
+        BLOCK_TOKENS=caches.block_size, ROWS=rows, KEYS=columns, SOFTCAP=float(softmax[0].softcap),
         STORED=_STORED[caches.first.rows.dtype], DTYPE=arithmetic(query), num_warps=4, num_stages=2,
     )  # fmt: skip
 
