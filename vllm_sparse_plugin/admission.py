@@ -27,7 +27,14 @@ from vllm_sparse_plugin.config.anchors import refuse_anchors
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
-from vllm_sparse_plugin.engine_traits import architecture_of, moved_blocks, shared_caches, unlike_layers_or_engines
+from vllm_sparse_plugin.engine_traits import (
+    architecture_of,
+    engines_in_parts,
+    moved_blocks,
+    shared_caches,
+    unlike_layers_or_engines,
+    unmixed_blocks,
+)
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
@@ -222,7 +229,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
-            _expect_compactable(expect, vllm_config)
+            _expect_compactable(expect, vllm_config, config.rolling_window is not None)
             refusals += refuse_evictions(vllm_config, config.compaction)
         if config.offload is not None:
             refusals += refuse_offload(vllm_config, config)
@@ -418,13 +425,13 @@ def _expect_model(
            f"{name or 'one'} with fingerprint {fingerprint}, the model of the {settings}")  # fmt: skip
 
 
-def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
+def _expect_compactable(expect: _Expect, vllm_config: VllmConfig, rolls: bool) -> None:
     # These cases are not proven safe: a layer might read blocks that were given back.
-    refused = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config), *moved_blocks(vllm_config)]
-    if vllm_config.model_config.hf_config.model_type in LEARNED_SINKS:
-        refused.append(f"{architecture_of(vllm_config)} with learned attention sinks")
-    for got in refused:
+    traits = (*unmixed_blocks(vllm_config), *engines_in_parts(vllm_config), *shared_caches(vllm_config))
+    for got in (*traits, *moved_blocks(vllm_config)):
         expect(False, f"{KEY}.compaction", got, "null")
+    for got in unlike_layers_or_engines(vllm_config) if rolls else ():
+        expect(False, f"{KEY}.compaction.positions", f"rolling with {got}", "text")
 
 
 def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig) -> None:

@@ -10,6 +10,9 @@ from vllm_sparse_plugin import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_FULL = "full_attention"
+"""Name of layers that attend to the whole context, in `layer_types`."""
+
 
 NOISE = "DecodeBenchConnector"
 """The KV connector that fills blocks with noise, for time measurements."""
@@ -22,21 +25,49 @@ def architecture_of(vllm_config: VllmConfig) -> str:
 
 def unlike_layers_or_engines(vllm_config: VllmConfig) -> Iterator[str]:
     """Yields the traits of models whose layers do not all attend to the whole context, and of engines in parts."""
-    model, parallel, architecture = (
-        vllm_config.model_config, vllm_config.parallel_config, architecture_of(vllm_config)
-    )  # fmt: skip
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
-    if model.is_hybrid:
+    architecture = architecture_of(vllm_config)
+    if vllm_config.model_config.is_hybrid:
         yield f"{architecture} with state-space layers"
-    elif windows:
+    elif _layer_kinds(vllm_config) - {_FULL}:
         yield f"{architecture} with layers of a sliding window or a chunk"
+    yield from engines_in_parts(vllm_config)
+
+
+def engines_in_parts(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yields the traits of engines that split a model or its requests, or run several backends."""
+    parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         yield f"{parallel.pipeline_parallel_size} pipeline stages"
     if parallel.data_parallel_size > 1:
         yield f"{parallel.data_parallel_size} data-parallel engines"
     if vllm_config.attention_config.backend_per_kind:
         yield "a backend by kind of attention"
+
+
+def unmixed_blocks(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yields the traits of models in which no layer can give blocks back while others keep theirs."""
+    kinds, architecture = _layer_kinds(vllm_config), architecture_of(vllm_config)
+    if vllm_config.model_config.is_hybrid:
+        yield f"{architecture} with state-space layers"
+    elif _FULL not in kinds:
+        yield f"{architecture} without a layer that attends to the whole context"
+    elif kinds > {_FULL} and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        # vLLM then gives all layers the blocks of those that attend to the whole context.
+        yield f"{architecture} with layers of a sliding window or a chunk and one block table for all layers"
+
+
+def layers_over_everything(vllm_config: VllmConfig) -> int:
+    """Returns how many layers of a worker attend to the whole context; all layers if the model does not tell."""
+    model = vllm_config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    return kinds.count(_FULL) or int(model.get_num_layers(vllm_config.parallel_config))
+
+
+def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
+    """Returns the kinds of a model's layers, as transformers names them."""
+    model = vllm_config.model_config
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    return kinds or {_FULL if model.get_sliding_window() is None else "sliding_attention"}
 
 
 def shared_caches(vllm_config: VllmConfig) -> Iterator[str]:

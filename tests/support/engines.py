@@ -163,7 +163,7 @@ class Engine:
 
     def spoil_freed_blocks(self) -> None:
         """From now on, fill blocks with large values as soon as they are freed."""
-        self._call(_spoil_freed_blocks)
+        self._call(_spoil)
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -171,7 +171,7 @@ class Engine:
 
     def metrics(self) -> str:
         """All metrics, as at `/metrics`."""
-        return self._call(_metrics)
+        return self._call(metrics_text)
 
 
 @contextmanager
@@ -274,24 +274,32 @@ def _follow(prompt: str, regex: str) -> str:
     return _llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text
 
 
-def _spoil_freed_blocks() -> None:
-    core = _llm.llm_engine.engine_core.engine_core
+def _spoil() -> None:
+    spoil_freed_blocks(_llm)
+
+
+def spoil_freed_blocks(llm: Any) -> None:
+    """From now on, fill blocks of an engine of this process with large values as soon as they are freed."""
+    core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
     caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
+    # A state-space layer has several tensors.
+    tensors = [each for cache in caches for each in (cache if isinstance(cache, list) else [cache])]
     free = pool.free_blocks
 
     def spoil(blocks: Iterable[Any], *arguments: Any, **more: Any) -> None:
         blocks = list(blocks)
         free(blocks, *arguments, **more)
         freed = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
-        for cache in caches:
+        for cache in tensors:
             # Kernels may multiply unused rows by zero. NaN would remain NaN.
             cache[freed] = 50.0
 
     pool.free_blocks = spoil
 
 
-def _metrics() -> str:
+def metrics_text() -> str:
+    """The metrics of this process."""
     from prometheus_client import REGISTRY, generate_latest
 
     return generate_latest(REGISTRY).decode()

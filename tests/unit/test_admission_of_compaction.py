@@ -6,6 +6,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
 COMPACTING = {"attention_backend": "snapkv"}
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
 NOT_COMPACTED = {
     "speculation": (NGRAM, {}, "speculation"),
     "a connector": (connector("OffloadingConnector"), {}, "a KV connector"),
@@ -14,12 +15,14 @@ NOT_COMPACTED = {
     "engines": ({"data_parallel_size": 2}, {}, "2 data-parallel engines"),
     "shared caches": ({}, {"num_kv_shared_layers": 1}, "LlamaForCausalLM with layers that share a cache"),
     "windows": (
-        {},
-        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
-        "LlamaForCausalLM with layers of a sliding window or a chunk",
+        {"disable_hybrid_kv_cache_manager": True},
+        WINDOWS,
+        "LlamaForCausalLM with layers of a sliding window or a chunk and one block table for all layers",
     ),
-    "one window": ({}, {"sliding_window": 64}, "LlamaForCausalLM with layers of a sliding window or a chunk"),
-}
+    "one window": (
+        {}, {"sliding_window": 64}, "LlamaForCausalLM without a layer that attends to the whole context"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOT_COMPACTED)
@@ -49,6 +52,19 @@ def test_evictions_that_would_take_too_much_memory_or_time_are_refused(compactio
     admit(engine_config(model, **given, **arguments), BACKENDS)
 
 
+def test_layers_without_a_window_compact_beside_those_with_one(folder):
+    admit(engine_config(folder(**WINDOWS), **COMPACTING), BACKENDS)
+
+
+def test_only_layers_without_a_window_keep_queries(folder):
+    compaction = {"method": "h2o", "every": 128}
+    arguments = {"attention_backend": "dense", "additional_config": {"sparse_attention": {"compaction": compaction}}}
+    # 32 queries of 4 heads of 16 elements, two bytes each, and 16 GiB in all.
+    for model, layers in (({}, 2), (WINDOWS, 1)):
+        got = refusal(folder(**model), **arguments, max_num_seqs=1 << 26, max_num_batched_tokens=1 << 26)
+        assert f": at most {(1 << 22) // layers}: each running request keeps " in got
+
+
 ROLLING = {"method": "streaming_llm", "positions": "rolling"}
 NOT_ROLLING = {
     "selection": ({"selection": {"policy": "unique"}}, "selection.policy: got unique with compaction.positions "
@@ -69,6 +85,15 @@ def test_positions_roll_where_a_window_is_all_that_is_read(case, folder):
     given = {"additional_config": {"sparse_attention": {"compaction": ROLLING, **sections}}}
     allowed = "dense" if case == "selection" else "text"
     assert refusal(folder(), **backend, **given) == f"{sentence}, allowed with attention backend dense: {allowed}"
+
+
+def test_positions_do_not_roll_beside_windows(folder):
+    given = {"additional_config": {"sparse_attention": {"compaction": ROLLING}}}
+    expected = (
+        "sparse_attention.compaction.positions: got rolling with LlamaForCausalLM with layers of a sliding window or a "
+        "chunk, allowed with attention backend dense: text"
+    )
+    assert refusal(folder(**WINDOWS), attention_backend="dense", **given) == expected
 
 
 def test_positions_roll_on_both_platforms_in_a_cache_of_16_bits(folder, monkeypatch):

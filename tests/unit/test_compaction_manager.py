@@ -11,7 +11,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from vllm_sparse_plugin.compaction.manager import CompactSpec, capacity, compacted, spread
@@ -28,6 +34,7 @@ REPEATING = replace(MOVING, every=24)
 """48 tokens in whole blocks, again after each 24 tokens."""
 FALLING_AND_REPEATING = Retention(False, 60, None, 4, 0, pyramid=Pyramid(20.0, 2), every=40)
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
+WINDOWS = (SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16, sliding_window=64),)
 WORDS = [(number * 7919) % 5000 for number in range(4000)]
 
 
@@ -46,7 +53,9 @@ def freed(monkeypatch):
 class Pool:
     """vLLM's manager of a cache, and requests of a scheduler."""
 
-    def __init__(self, retention: Retention, num_blocks: int = 400, caching: bool = True) -> None:
+    def __init__(
+        self, retention: Retention, num_blocks: int = 400, caching: bool = True, beside: tuple[KVCacheSpec, ...] = ()
+    ) -> None:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         specs = spread({f"layer {index}": compacted(SPEC, retention) for index in range(4)})
@@ -54,9 +63,11 @@ class Pool:
         groups = {spec: [name for name, other in specs.items() if other == spec] for spec in specs.values()}
         assert all(isinstance(spec, CompactSpec) for spec in groups)
         self.retention = retention
-        config = KVCacheConfig(
-            num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(of, spec) for spec, of in groups.items()]
-        )
+        # Layers of other kinds may come first.
+        tables = [KVCacheGroupSpec([f"other {index}"], spec) for index, spec in enumerate(beside)]
+        tables += [KVCacheGroupSpec(of, spec) for spec, of in groups.items()]
+        self.beside = len(beside)
+        config = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=tables)
         self.retentions = [spec.retention for spec in groups]
         self.manager = KVCacheManager(
             config, max_model_len=4096, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=caching
@@ -78,7 +89,7 @@ class Pool:
         )
 
     def table(self, request: Request, group: int = 0) -> list[int]:
-        return self.manager.get_block_ids(request.request_id)[group]
+        return self.manager.get_block_ids(request.request_id)[self.beside + group]
 
     def tables(self, request: Request) -> set[int]:
         return set().union(*self.manager.get_block_ids(request.request_id))
@@ -303,6 +314,24 @@ def test_a_class_that_keeps_a_whole_prompt_does_not_let_others_hit_where_they_wi
     assert not pool.hashed(pool.own(shorter))
 
 
+@pytest.mark.parametrize("retention", [MOVING, FALLING])
+def test_layers_with_a_window_keep_their_own_blocks_and_hits_are_those_of_layers_without_one(retention):
+    pool, alone = Pool(retention, beside=WINDOWS), Pool(retention)
+    first, again, longer = (pool.request(str(length), WORDS[: abs(length)]) for length in (500, -500, 800))
+    hits = [
+        alone.run(alone.request(each.request_id, list(each.prompt_token_ids)), 3) for each in (first, again, longer)
+    ]
+    assert [pool.run(request, 3) for request in (first, again, longer)] == hits
+    assert min(hits[1:]) > 100
+    window = pool.manager.get_block_ids(first.request_id)[0]
+    assert [bool(block) for block in window[:31]] == [index >= (502 - 64) // BLOCK for index in range(31)]
+    assert not pool.own(again) & pool.tables(first)
+    assert not pool.own(longer) & (pool.tables(first) | pool.tables(again))
+    for request in (first, again, longer):
+        pool.manager.free(request)
+    assert pool.free == pool.all
+
+
 def test_a_prompt_that_keeps_everything_is_vllms_own():
     everything = Retention(False, None, 1.0, 4, 0)
     for retention in (everything, Retention(False, 40, None, 4, 4096)):
@@ -314,10 +343,10 @@ def test_a_prompt_that_keeps_everything_is_vllms_own():
 
 
 @pytest.mark.parametrize("retention", [MOVING, SLIDING, FALLING, REPEATING, FALLING_AND_REPEATING])
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retention, caching):
-    """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each of ten storms."""
-    pool, draw = Pool(retention, 120, caching), random.Random(repr(retention))
+@pytest.mark.parametrize(("caching", "beside"), [(True, ()), (False, ()), (True, WINDOWS)])
+def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retention, caching, beside):
+    """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each storm."""
+    pool, draw = Pool(retention, 120 + 60 * len(beside), caching, beside), random.Random(repr(retention))
     running: list[Request] = []
     written: dict[int, int] = {}
     arrivals = 0

@@ -226,7 +226,8 @@ def plan_layers(
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
             rolling=rolling.get(name),
         )
-    by_length = _context_reads(sparse, retention, block_size) if selecting or sparse.compaction else None
+    compacts = sparse.compaction is not None and any(map(attends_whole_context, layers.values()))
+    by_length = _context_reads(sparse, retention, block_size) if selecting or compacts else None
     if reads is not None and by_length is not None:
         reads.positions_per_key = by_length.positions_per_key
     counts = [counts for counts in (skipped, reads, densities, measured, from_host) if counts is not None]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
@@ -21,6 +23,8 @@ from vllm_sparse_plugin.config import Retention, requests_at_once
 from vllm_sparse_plugin.metrics.live import count_freed_blocks
 
 logger = init_logger(f"vllm.{__name__}")
+_first_groups: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
+"""The first group of layers with a `CompactSpec`, by pool."""
 _LENGTHS = 2048, 8192, 32768
 """Prompt lengths, in tokens, for which the log at start says how many requests fit."""
 
@@ -32,11 +36,14 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
     retention: Retention
     """What the layer keeps."""
     classes: tuple[Retention, ...] = ()
-    """What each class of layers keeps, largest first; empty if all layers keep the same."""
+    """What each class of layers keeps, largest first; empty before `spread`."""
+    is_alone: bool = True
+    """Whether all layers of the model keep a part. Others, such as those with a sliding window, have tables of their
+    own."""
 
     @property
     def of_model(self) -> tuple[Retention, ...]:
-        """What the layers of the model keep, one entry per block table of a request."""
+        """What the layers with a `CompactSpec` keep, one entry per class of them."""
         return self.classes or (self.retention,)
 
     @classmethod
@@ -83,7 +90,8 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, *args, **kwargs)
         self._running: dict[str, _Running] = {}
         self._requests: dict[str, Request] = {}
-        if self.kv_cache_group_id == 0:
+        first = _first_groups.setdefault(self.block_pool, self.kv_cache_group_id)
+        if self.kv_cache_group_id == first and kv_cache_spec.is_alone:
             logger.info("compaction: %s", capacity(kv_cache_spec, self.block_pool.num_gpu_blocks))
 
     @classmethod
@@ -92,9 +100,10 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Finds the longest hit before the blocks that kept tokens will move into; see vLLM for the arguments."""
         spec: CompactSpec = kwargs["kv_cache_spec"]
-        if 0 in kwargs["kv_cache_group_ids"]:
+        if _first_groups[kwargs["block_pool"]] in kwargs["kv_cache_group_ids"]:
             # vLLM asks for all tokens except the last, and for none for a request with output
-            # (`pop_blocks_for_free`). It asks later groups of layers for at most the hit of the first group.
+            # (`pop_blocks_for_free`). Layers that attend to the whole context come first, and all of them keep a part.
+            # It asks later groups for at most the hit of earlier ones.
             # The hit is clipped for all classes: a class that keeps a whole prompt could hit blocks that others write.
             longest = (retention.longest_hit(max_length + 1, spec.block_size) for retention in spec.of_model)
             max_length = min(max_length, *longest)
@@ -197,11 +206,13 @@ def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
         specs: by layer name, in the order of the model.
     """
     compact = {name: spec for name, spec in specs.items() if isinstance(spec, CompactSpec)}
-    if not any(spec.retention.pyramid for spec in compact.values()):
+    if not compact:
         return specs
     retentions = next(iter(compact.values())).retention.of_layers(len(compact))
+    classes = tuple(dict.fromkeys(retentions))
+    is_alone = len(compact) == len(specs)
     spreading = {
-        name: replace(spec, retention=retention, classes=tuple(dict.fromkeys(retentions)))
+        name: replace(spec, retention=retention, classes=classes, is_alone=is_alone)
         for (name, spec), retention in zip(compact.items(), retentions, strict=True)
     }
     return {name: spreading.get(name, spec) for name, spec in specs.items()}

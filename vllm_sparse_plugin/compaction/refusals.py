@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin.config import KEY, Compaction, ResolvedConfig, RKVCompaction
+from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ _COMPARED_TOKENS = 32768
 
 def refuse_evictions(vllm_config: VllmConfig, compaction: Compaction) -> Iterator[tuple[str, object, str]]:
     """Yields the field, the value and the allowed values of options that do not fit the evictions."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    layers, heads = model.get_num_layers(parallel), model.get_num_attention_heads(parallel)
+    model = vllm_config.model_config
+    layers, heads = layers_over_everything(vllm_config), model.get_num_attention_heads(vllm_config.parallel_config)
     running = vllm_config.scheduler_config.max_num_seqs
     of_request = compaction.query_bytes(layers, heads, model.get_head_size(), model.dtype.itemsize)
     if running * of_request > _QUERY_BYTES:

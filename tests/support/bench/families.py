@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from support.engines import MODEL
+from support.engines import MODEL, metrics_text, spoil_freed_blocks, sum_of_metric
 
 from bench.robustness.families.cells import Cell
-from bench.robustness.families.engines import FamilyRun
+from bench.robustness.families.engines import FamilyRun, engine
 from bench.robustness.families.table import FAMILIES
 
 
@@ -20,6 +20,50 @@ def run_family(key: str, ways: Sequence[str]) -> Iterator[Cell]:
     family = replace(family, changes={**family.changes, "num_attention_heads": 8})
     with tempfile.TemporaryDirectory() as folder:
         yield from map(FamilyRun(family, Path(folder)).cell, ways)
+
+
+def run_beside_layers_of_other_kinds(key: str, compaction: dict[str, object], blocks: int) -> dict[str, object]:
+    """Serves a family with compaction in a pool of some blocks that is too small for its requests.
+
+    Returns:
+        The sums of some metrics, and answers: `short` prompts, which keep everything, after vLLM's own `dense`
+        attention and after compaction; a `crowd` of long prompts with compaction; and the crowd `again`, with freed
+        blocks of other contents.
+    """
+    from vllm import LLM, SamplingParams
+
+    def ask(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(done.outputs[0].token_ids) for done in llm.generate(inputs, sampling, use_tqdm=False)]
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
+
+    short, crowd, family = prompts(2, 250), prompts(5, 500), FAMILIES[key]
+    arguments = {
+        "max_model_len": 640,
+        "block_size": 32,
+        "disable_log_stats": False,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 256,
+    }
+    kept = {"budget_tokens": 128, "min_context_tokens": 300, **compaction}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        family.write(folder)
+        with engine(folder, **arguments) as llm:
+            dense = [ask(llm, [prompt], 12)[0] for prompt in short]
+        with engine(
+            folder, attention_backend="dense", additional_config={"sparse_attention": {"compaction": kept}},
+            num_gpu_blocks_override=blocks, **arguments,
+        ) as llm:  # fmt: skip
+            found = {"dense": dense, "short": [ask(llm, [prompt], 12)[0] for prompt in short]}
+            found["crowd"] = ask(llm, crowd, 40)
+            spoil_freed_blocks(llm)
+            found["again"] = ask(llm, crowd, 40)
+    names = "vllm_sparse_blocks_freed_sum", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc"
+    return found | {name: sum_of_metric(metrics_text(), name) for name in names}
 
 
 def start_with_layers_of_their_own(backend: str, layers: int) -> str | None:

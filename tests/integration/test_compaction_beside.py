@@ -1,0 +1,24 @@
+"""Compaction beside layers that keep their own blocks: tiny models with random weights in whole engines."""
+
+import pytest
+from support.bench.families import run_beside_layers_of_other_kinds
+from support.engines import in_fresh_process
+
+H2O = {"method": "h2o", "every": 32}
+SNAPKV = {"method": "snapkv", "window_tokens": 16, "every": 32}
+PYRAMID = {"method": "pyramidkv", "window_tokens": 16}
+"""Two classes of layers, each with a block table."""
+
+
+@pytest.mark.parametrize(
+    ("family", "compaction", "blocks"), [("gemma_3", H2O, 60), ("gemma_2", PYRAMID, 70), ("gpt_oss", SNAPKV, 60)]
+)
+def test_layers_of_the_whole_context_give_blocks_back_and_others_keep_theirs(family, compaction, blocks):
+    found = in_fresh_process(run_beside_layers_of_other_kinds, family, compaction, blocks)
+    assert found["short"] == found["dense"]
+    assert len({token for answer in found["dense"] for token in answer}) > 5
+    assert found["vllm_sparse_blocks_freed_sum"] > 8 * len(found["crowd"])
+    assert found["vllm:num_preemptions_total"] > 0 or blocks < 70
+    assert found["vllm:kv_cache_usage_perc"] == 0
+    # Reading a freed block would change answers.
+    assert found["again"] == found["crowd"]
