@@ -54,7 +54,7 @@ def write(
     prose: Annotated[list[Path], typer.Option(help="Text file of held-out prose, repeatable.")],
     row_tokens: Annotated[int, typer.Option(help="Tokens of a training row and of a held-out text.")] = 8192,
     rows: Annotated[int, typer.Option(min=4, help="Training rows.")] = 400,
-    learned_tokens: Annotated[int, typer.Option(min=1, help="Last tokens of a training text, to learn.")] = 1024,
+    learned_tokens: Annotated[int, typer.Option(min=1, help="Last tokens of a training text, to learn.")] = 512,
     context: Annotated[str, typer.Option(help="Tokens of held-out questions.")] = "4K,8K",
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions per task and context.")] = 25,
     texts: Annotated[int, typer.Option(min=1, help="Held-out texts per kind.")] = 12,
