@@ -158,13 +158,13 @@ def test_arms_differ_in_mask_and_loss_alone():
 def test_every_arm_is_trained_and_measured(folder, data, tmp_path):
     write_data(tmp_path / "data.xz", data)
     output, names = tmp_path / "arms.jsonl", ["before", *ARMS]
-    settings = {"steps": 4, "rows_per_step": 2, "measure_every": 2, "warmup_steps": 0, "learning_rate": 1e-2}
+    settings = {"steps": 4, "rows_per_step": 1, "measure_every": 4, "warmup_steps": 0, "learning_rate": 1e-2}
     result = CliRunner().invoke(
         app,
         [
             "run", "--model", str(folder), "--data", str(tmp_path / "data.xz"), "--output", str(output),
-            "--arm", ",".join(names), "--seeds", "0,1", "--settings", json.dumps(settings), "--budget-tokens", "64",
-            "--budgets", "512,64", "--longest", "4", "--device", "cpu", "--models", str(tmp_path / "models"),
+            "--arm", ",".join(names), "--settings", json.dumps(settings), "--budget-tokens", "64",
+            "--budgets", "512,64", "--longest", "4", "--device", "cpu",
         ],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -176,7 +176,7 @@ def test_every_arm_is_trained_and_measured(folder, data, tmp_path):
     assert nats[Cell("before", 0, None)] == [0.0] * 4
     assert changed[Cell("before", 0, None)] == pytest.approx([0.0] * 4, abs=0.01)  # float32 beside float32
     assert len({tuple(nats[Cell(name, 0, 64)]) for name in names}) == len(names)
-    steps = [row for row in rows if "objective" in row and row["seed"] == 0]
+    steps = [row for row in rows if "objective" in row]
     temperatures = {name: [row["temperature"] for row in steps if row["arm"] == name] for name in ARMS}
     assert temperatures["soft"][:3] == pytest.approx([1.0, 0.5 ** (1 / 3), 0.5 ** (2 / 3)])
     assert [each is None for each in temperatures["soft-hard"]] == [False, False, False, True]
@@ -184,7 +184,26 @@ def test_every_arm_is_trained_and_measured(folder, data, tmp_path):
     # The first step of an arm has the same rows and weights, so the loss differs by the mask alone.
     first = {row["arm"]: row for row in steps if row["step"] == 1}
     assert len({first[name]["loss"] for name in ("dense", "soft", "hard")}) == 3
-    assert (tmp_path / "models" / "hard-0-1" / "model.safetensors").exists()
+
+
+def test_seeds_change_the_order_of_rows(folder, data, tmp_path):
+    write_data(tmp_path / "data.xz", data)
+    result = CliRunner().invoke(
+        app,
+        [
+            "run", "--model", str(folder), "--data", str(tmp_path / "data.xz"),
+            "--output", str(tmp_path / "arms.jsonl"), "--arm", "before,dense", "--budgets", "64", "--longest", "2",
+            "--settings", '{"steps": 1, "rows_per_step": 1}', "--device", "cpu", "--seeds", "0,1",
+            "--models", str(tmp_path / "models"),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = read_run(tmp_path / "arms.jsonl").rows
+    assert list(dict.fromkeys((row["arm"], row["seed"]) for row in rows)) == [("before", 0), ("dense", 0), ("dense", 1)]
+    first, second = (row["loss"] for row in rows if "objective" in row)
+    assert first != second
+    assert (tmp_path / "models" / "dense-0-1" / "model.safetensors").exists()
+    assert CliRunner().invoke(app, ["table", str(tmp_path / "arms.jsonl")]).exit_code == 0
 
 
 def test_a_run_ends_when_its_time_is_up(folder, data, tmp_path):
