@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.common.options import size_text
 from bench.common.results import ROOT
-from bench.pages import frontier
+from bench.pages import arms, frontier
 from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
 from vllm_sparse_plugin.tools.eval.noise import SHARES
@@ -126,6 +126,8 @@ FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode, fro
 """The function that draws each figure, for figures with results."""
 if prefill_files():
     FIGURES[FOLDER / "prefill.svg"] = draw_prefill
+if arms.arm_files():
+    FIGURES[ROOT / arms.FIGURE] = arms.draw_arms
 
 
 def draw(make: Callable[[], Figure]) -> bytes:

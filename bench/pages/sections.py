@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from bench.common.pages import Block
 from bench.pages import (
+    arms,
     compaction,
     deployments,
     families,
@@ -80,6 +81,8 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "stop-gpu": kernels.stop_gpu,
     "compaction-answers": compaction.answers,
     "trained-served": quality.trained_served,
+    "training-arms": arms.arms,
+    "training-claims": arms.claims,
     "training-passes": training.passes,
     "training-steps": training.steps,
     "compaction-speed": compaction.speed,

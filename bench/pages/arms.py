@@ -1,0 +1,158 @@
+"""Blocks and a figure about arms of training on a pretrained model, from the results of `research.training`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from bench.common.arms import BEFORE, Cell, Items, changes, losses, questions, weights_text
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run, read_runs
+from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FOLDER = RESULTS / "h200" / "training-arms"
+FIGURE = "docs/figures/training.svg"
+"""The figure of `draw_arms`."""
+_NOTHING = "Nothing has been measured on a GPU yet."
+_DENSE, _SOFT, _HARD, _BOTH = "dense", "soft", "hard", "soft-hard"
+_WIDE = 512
+"""The budget before training that a trained small budget should reach."""
+
+
+class _Claim(NamedTuple):
+    """A claim that one result is better than another."""
+
+    text: str
+    better: Cell
+    other: Cell
+
+
+def arm_files() -> list[Path]:
+    """The result files of `research.training run`; empty if not measured."""
+    return sorted(FOLDER.glob("*.jsonl"))
+
+
+def arms() -> Block:
+    """Each arm: RULER, the loss of text and changed tokens, dense and at two budgets."""
+    files = arm_files()
+    if not files:
+        return Block(_NOTHING)
+    rows, budget = _rows(files), _trained_budget(files)
+    found = [(questions(rows), "{:.3f}"), (losses(rows), "{:+.3f}"), (changes(rows), "{:+.1%}")]
+    columns = [(0, None), (0, _WIDE), (0, budget), (1, None), (1, budget), (2, budget)]
+    lines = []
+    for arm, rank in dict.fromkeys((cell.arm, cell.lora_rank) for cell in found[0][0]):
+        cells = [_shown(found[part], Cell(arm, rank, tokens)) for part, tokens in columns]
+        lines.append([arm, "" if arm == BEFORE else weights_text(rank), *cells])
+    headings = [
+        "arm", "weights", "RULER, dense", f"{_WIDE} tokens", f"{budget} tokens", "nats of text, dense",
+        f"{budget} tokens", f"changed tokens, {budget}",
+    ]  # fmt: skip
+    return Block(f"{table(headings, lines)}\n\n![Training curves, and quality by budget](repository:{FIGURE})", files)
+
+
+def claims() -> Block:
+    """What the arms say about claims, for RULER and for text."""
+    files = arm_files()
+    if not files:
+        return Block("")
+    rows, budget = _rows(files), _trained_budget(files)
+    scores, nats = questions(rows), losses(rows)
+    lines = []
+    for rank in dict.fromkeys(cell.lora_rank for cell in scores if cell.arm != BEFORE):
+        for claim in _claims(rank, budget):
+            if claim.better in scores and claim.other in scores:
+                answered = _minus(scores, claim.better, claim.other)
+                # Less loss is better.
+                read = _minus(nats, claim.other, claim.better)
+                lines.append([claim.text, weights_text(rank), *_judged(answered), *_judged(read)])
+    headings = ["claim", "weights", "more RULER", "so it is", "fewer nats of text", "so it is"]
+    return Block(table(headings, lines), files)
+
+
+def _claims(rank: int, budget: int) -> list[_Claim]:
+    def trained(arm: str, tokens: int | None = budget) -> Cell:
+        return Cell(arm, rank, tokens)
+
+    return [
+        _Claim("the soft mask is better than the hard mask", trained(_SOFT), trained(_HARD)),
+        _Claim("hard steps after soft ones are better than soft ones alone", trained(_BOTH), trained(_SOFT)),
+        _Claim("a mask is better than training without", trained(_BOTH), trained(_DENSE)),
+        _Claim("sparse attention is better than dense after dense training", trained(_BOTH), trained(_DENSE, None)),
+        *(
+            _Claim(f"`{arm}` with {budget} tokens is better than {_WIDE} before", trained(arm), Cell(BEFORE, 0, _WIDE))
+            for arm in (_SOFT, _HARD, _BOTH, "taught-hard", "taught-soft")
+        ),
+    ]
+
+
+def draw_arms() -> Figure:
+    """The held-out loss during training, and RULER and the loss of text by budget."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in _rows(arm_files()) if row["lora_rank"] == 0]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    steps, scores, texts = figure.subplots(1, 3)
+    names = list(dict.fromkeys(row["arm"] for row in rows))
+    colours = {name: f"C{place}" for place, name in enumerate(names)}
+    for name in names:
+        curve: dict[int, list[float]] = {}
+        for row in rows:
+            if row["arm"] == name and "served_loss" in row:
+                curve.setdefault(row["step"], []).append(row["served_loss"])
+        if curve:
+            means = [sum(values) / len(values) for values in curve.values()]
+            steps.plot(list(curve), means, "o-", ms=3, color=colours[name], label=name)
+    for axes, items, title in (
+        (scores, questions(rows), "RULER"), (texts, losses(rows), "nats of text, minus dense before"),
+    ):  # fmt: skip
+        budgets = sorted({cell.budget_tokens for cell in items if cell.budget_tokens})
+        shown = [*budgets, None]
+        for name in names:
+            cells = {place: items.get(Cell(name, 0, tokens)) for place, tokens in enumerate(shown)}
+            found = {place: estimate_amount(values) for place, values in cells.items() if values}
+            values = [each.value for each in found.values()]
+            errors = list(
+                zip(*((each.value - each.low, each.high - each.value) for each in found.values()), strict=True)
+            )
+            axes.errorbar(list(found), values, errors, fmt="o-", ms=3, capsize=2, color=colours[name], label=name)
+        axes.set_xticks(range(len(shown)), [str(tokens or "dense") for tokens in shown])
+        axes.set_xlabel("budget, tokens")
+        axes.set_title(title, fontsize=10)
+    steps.set_xlabel("step")
+    steps.set_title("held-out loss under the arm's mask, nats", fontsize=10)
+    scores.legend(frameon=False, fontsize=8)
+    for axes in (steps, scores, texts):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _rows(files: Iterable[Path]) -> list[Row]:
+    return [row for path in files for run in read_runs(path) for row in run.rows]
+
+
+def _trained_budget(files: Sequence[Path]) -> int:
+    return int(read_run(files[0]).about["budget_tokens"])
+
+
+def _minus(items: Items, first: Cell, second: Cell) -> Estimate:
+    return estimate_amount([a - b for a, b in zip(items[first], items[second], strict=True)])
+
+
+def _judged(difference: Estimate) -> list[str]:
+    verdict = "confirmed" if difference.low > 0 else "refuted" if difference.high < 0 else "open"
+    return [_interval(difference, "{:+.3f}"), verdict]
+
+
+def _shown(found: tuple[Items, str], cell: Cell) -> str:
+    items, form = found
+    return _interval(estimate_amount(items[cell]), form) if cell in items else ""
+
+
+def _interval(estimate: Estimate, form: str) -> str:
+    low, high = form.format(estimate.low), form.format(estimate.high)
+    return f"{form.format(estimate.value)} [{low}, {high}]"

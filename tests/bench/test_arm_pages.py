@@ -1,0 +1,98 @@
+"""The blocks and the figure about the arms of a training study, from drawn rows."""
+
+import json
+
+import pytest
+from support.bench.pages import ABOUT
+
+from bench.common.arms import Cell, changes, losses, questions
+from bench.pages import arms, figures
+
+SCORES = {
+    ("before", None): (1.0, 1.0, 0.5, 0.5), ("before", 512): (0.5, 0.5, 0.5, 0.25),
+    ("before", 64): (0.0, 0.0, 0.0, 0.0),
+    ("dense", None): (1.0, 1.0, 1.0, 0.9), ("dense", 64): (0.1, 0.2, 0.1, 0.2),
+    ("soft", None): (0.9, 0.9, 0.9, 0.9), ("soft", 64): (0.4, 0.5, 0.4, 0.5),
+    ("hard", None): (0.9, 0.9, 0.9, 0.9), ("hard", 64): (0.8, 0.9, 0.8, 1.0),
+}  # fmt: skip
+
+
+def rows_of(arm, seed, shift=0.0):
+    own = {"arm": arm, "seed": seed, "lora_rank": 0}
+    for (name, budget), scores in SCORES.items():
+        if name == arm:
+            for task, values in (("b", scores[2:]), ("a", scores[:2])):
+                about = {"part": "questions", "task": task, "context_tokens": 4096, "budget_tokens": budget}
+                yield own | about | {"scores": [value + shift for value in values]}
+            loss = 2.0 if budget is None else 2.5
+            same = [0.95, 0.97] if budget is None else [0.85, 0.89]
+            text = {"part": "text", "text": "code", "budget_tokens": budget, "losses": [loss, loss + shift]}
+            yield own | text | {"same_as_before": same, "same_as_dense": same}
+    for step in (0, 2):
+        yield own | {"step": step, "dense_loss": 2.0, "served_loss": 3.0 - step, "agreement": 0.5}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "FOLDER", tmp_path)
+    noise = {
+        "arm": "before",
+        "seed": 0,
+        "lora_rank": 0,
+        "part": "noise",
+        "text": "code",
+        "same_as_before": [0.97, 0.99],
+    }
+    files = {
+        "one": [noise, *rows_of("before", 0), *rows_of("dense", 0), *rows_of("soft", 0)],
+        "two": [*rows_of("hard", 0), *rows_of("hard", 1, 0.1)],
+    }
+    for name, rows in files.items():
+        about = ABOUT | {"budget_tokens": 64, "settings": {}}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [about, *rows])))
+    return [row for rows in files.values() for row in rows]
+
+
+def test_without_results_nothing_is_claimed(tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "FOLDER", tmp_path)
+    assert arms.arms().text == "Nothing has been measured on a GPU yet."
+    assert not arms.claims().text
+
+
+def test_items_are_joined_by_task_and_averaged_over_seeds(measured):
+    assert questions(measured)[Cell("hard", 0, 64)] == pytest.approx([0.85, 0.95, 0.85, 1.05])
+    assert losses(measured)[Cell("hard", 0, 64)] == pytest.approx([0.5, 0.55])
+    assert changes(measured)[Cell("soft", 0, 64)] == pytest.approx([0.12, 0.10])
+
+
+def test_arms_are_shown_dense_and_at_two_budgets(measured):
+    lines = arms.arms().text.splitlines()
+    assert lines[0].startswith("| arm | weights | RULER, dense | 512 tokens | 64 tokens | nats of text, dense |")
+    assert lines[-1] == "![Training curves, and quality by budget](repository:docs/figures/training.svg)"
+    before, _, soft, hard = (line.split(" | ") for line in lines[2:6])
+    assert before[0].endswith("before")
+    assert before[2].startswith("0.750 [")
+    assert before[5].startswith("+0.000 [")
+    assert soft[1] == "all"
+    assert soft[3] == ""
+    assert hard[4].startswith("0.925 [")
+    assert hard[7].startswith("+11.0%")
+
+
+def test_claims_are_confirmed_refuted_or_open(measured):
+    found = {}
+    for line in arms.claims().text.splitlines()[2:]:
+        claim, _, _, answered, _, read = line.strip("| ").split(" | ")
+        found[claim] = answered, read
+    assert found == {
+        "the soft mask is better than the hard mask": ("refuted", "open"),
+        "`soft` with 64 tokens is better than 512 before": ("open", "open"),
+        "`hard` with 64 tokens is better than 512 before": ("confirmed", "open"),
+    }
+
+
+def test_the_figure_has_a_curve_and_a_line_for_each_arm(measured):
+    assert figures.draw(arms.draw_arms).startswith(b"<?xml")
+    steps, scores, texts = arms.draw_arms().axes
+    assert [line.get_label() for line in steps.lines] == ["before", "dense", "soft", "hard"]
+    assert len(scores.containers) == len(texts.containers) == 4
