@@ -181,7 +181,9 @@ def test_sixteen_requests_follow_a_schema(backend, prompts, tokenizer):
     params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=SCHEMA))
     asked = [tokenizer.decode(prompt[:3000]) for prompt in prompts[:16]]
     assert len(asked) == 16
-    with engine(**lossless(), structured_outputs_config={"backend": backend}) as llm:
+    # Otherwise the model answers with spaces.
+    grammars = {"backend": backend, "disable_any_whitespace": True}
+    with engine(**lossless(), structured_outputs_config=grammars) as llm:
         texts = [done.outputs[0].text for done in llm.generate(asked, params, use_tqdm=False)]
     for text in texts:
         answer = json.loads(text)

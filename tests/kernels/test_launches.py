@@ -26,7 +26,12 @@ INT8, QUARTERS = 128, 256
 @pytest.mark.parametrize(
     ("rows", "shape", "record_bytes", "expected"),
     [
-        (8, NARROW, INT8, Launch(True, 8, 16, 1, most_fused=1 << 12)),
+        (2, NARROW, INT8, Launch(True, 8, 16, 1, most_fused=1 << 12)),
+        (3, NARROW, INT8, Launch(True, 8, 16, 1)),
+        (8, NARROW, INT8, Launch(True, 8, 16, 1)),
+        (2, NARROW, QUARTERS, Launch(True, 8, 16, 1, most_fused=1 << 12)),
+        (8, NARROW, QUARTERS, Launch(True, 8, 16, 1, most_fused=1 << 13)),
+        (9, NARROW, QUARTERS, Launch(True, 4, 16, 1)),
         (9, NARROW, INT8, Launch(True, 4, 16, 1)),
         (24, NARROW, INT8, Launch(True, 4, 16, 1)),
         (25, NARROW, INT8, Launch(True, 2, 16, 1)),
@@ -40,12 +45,12 @@ INT8, QUARTERS = 128, 256
         (57, NARROW, QUARTERS, Launch(True, 2, 8, 2)),
         (67, NARROW, QUARTERS, Launch(True, 1, 8, 2, most_fused=1 << 13)),
         (67, WIDE, QUARTERS, Launch(True, 4, 8, 1)),
-        (8, WIDE, INT8, Launch(True, 8, 8, 1, most_fused=1 << 12)),
+        (8, WIDE, INT8, Launch(True, 8, 8, 1)),
         (1000, WIDE, INT8, Launch(True, 4, 8, 1)),
         (1000, STOPPING, INT8, Launch(True, 4, 8, 2)),
         (1000, DecodeShape(16, 256, 4096, 64, stopping=True), INT8, Launch(True, 8, 8, 1)),
-        (8, DecodeShape(4, 128, 1 << 19, 64), INT8, Launch(True, 8, 16, 1, most_fused=1 << 12)),
-        (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True, most_fused=1 << 12)),
+        (8, DecodeShape(4, 128, 1 << 19, 64), INT8, Launch(True, 8, 16, 1)),
+        (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True)),
     ],
 )
 def test_the_launch_follows_from_rows_and_shape(

@@ -1,9 +1,9 @@
 """Counts the pages of a coverage on CUDA.
 
 The launch that scores also sums up each query head's weights. Another launch counts, with one thread block per row
-(`best.cu`). Where rows are too long for it or read too many pages, a row has a cluster of thread blocks (`count.cu`),
-and the launch that scores also writes each query head's logits of every page. The host reads no length. Sums do not
-depend on the batch. Rows with nothing to count return at once.
+(`best.cu`). Where rows are few, are too long for it or read too many pages, a row has a cluster of thread blocks
+(`count.cu`), and the launch that scores also writes each query head's logits of every page. The host reads no length.
+Sums do not depend on the batch. Rows with nothing to count return at once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _ALL = Path(__file__).with_name("count.cu")
 _BEST = Path(__file__).with_name("best.cu")
 _LEAST_PAGES = 2048
 """Smallest number of pages of a row per thread block of a cluster. Each thread has a run of pages."""
+FEW_ROWS = 8
+"""With so few rows, clusters that compare the masses of all pages are faster than one thread block per row."""
 _SCRATCH_BYTES = 1 << 28
 """Memory for the logits of all heads. A batch that needs more is counted in parts."""
 
@@ -60,7 +62,8 @@ def count_rows(
     device, group_size = batch.query.device, batch.group_size(cache.num_kv_heads)
     scores = torch.empty(shape, dtype=torch.bfloat16, device=device)
     capability = torch.cuda.get_device_capability(device)
-    if counts_best(shape[2], selection.k, group_size, cache.head_size, capability):
+    few = batch.num_tokens * cache.num_kv_heads <= FEW_ROWS
+    if not few and counts_best(shape[2], selection.k, group_size, cache.head_size, capability):
         counts = _count_best(batch, cache, scores, selection, softmax, limits, counters)
     else:
         counts = _count(batch, cache, scores, True, selection, softmax, limits, counters)

@@ -24,11 +24,11 @@ from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import DecodeShape
 from sparse_kernels.page_score.cuda import format_of, launch_of
 from sparse_kernels.rules import GroupRouting
-from sparse_kernels.sparse_decode.launches import Launch
+from sparse_kernels.sparse_decode.launches import WIDE_RECORD_BYTES, Launch
 
 _SOURCE = Path(__file__).with_name("candidates.cu")
-_WAVES = 2
-"""A launch has enough thread blocks to fill the GPU this many times, if rows and chunks suffice."""
+_WAVES, _WAVES_OF_WIDE = 2, 1
+"""A launch has enough thread blocks to fill the GPU this many times, if rows and chunks suffice; with wide records."""
 
 
 class Candidates(NamedTuple):
@@ -71,7 +71,8 @@ def find_candidates(
     skipped = None if routing is None else skipped_groups(batch, cache, routing)
     rows, room = batch.num_tokens * cache.num_kv_heads, round_up(launch.candidates(shape), 8)
     scoring = launch_of(statistics)
-    filled = _WAVES * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    waves = _WAVES_OF_WIDE if statistics.vector_bytes >= WIDE_RECORD_BYTES else _WAVES
+    filled = waves * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     found = Candidates(
         torch.empty((rows, room), dtype=torch.int16, device=device),
         torch.empty((rows, room), dtype=torch.int32, device=device),

@@ -78,10 +78,9 @@ cluster's read and another launch adds up. The bits differ, so the number is the
 
 MEASURED_MULTIPROCESSORS = 132
 """Multiprocessors of an H200, where the tables below were measured. Another GPU takes as many rows more or fewer."""
-# The number of rows decides the launch: about one wave of thread blocks, and large thread blocks if they suffice. Few
-# rows leave multiprocessors without work, so a launch before scores sooner.
+# The number of rows decides the launch: about one wave of thread blocks, and large thread blocks if they suffice.
 _LAUNCHES = (
-    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1, most_fused=1 << 12)),
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
     (132, Launch(True, cluster=1, warps=16, blocks_per_sm=1)),
@@ -89,13 +88,19 @@ _LAUNCHES = (
 )
 # With a stop rule a warp works on at most one chain.
 _STOPPING_LAUNCHES = (
-    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1, most_fused=1 << 12)),
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
 )
+# Few rows leave multiprocessors without work, so a launch before scores sooner: up to the first number of rows above
+# the second number of pages.
+_FEW_ROWS, _MOST_FUSED_BY_FEW = 2, 1 << 12
+# With wide records this also pays for up to so many rows above so many pages.
+_FEW_WIDE_ROWS, _MOST_FUSED_WIDE = 8, 1 << 13
 # With one thread block per row, a longer context would occupy it long after other rows have ended.
 _MOST_FUSED_BY_ONE = 1 << 13
-_WIDE_RECORD_BYTES = 256
+WIDE_RECORD_BYTES = 256
+"""Bytes of the vectors of a wide record."""
 # With wide records, more rows than the first number take half as many warps with twice the registers: the number of
 # loads in flight stays, and more cache is free. More rows than the second number take half as many warps and two thread
 # blocks per multiprocessor. In two levels a thread block reads less at once, and keeps its warps.
@@ -140,7 +145,7 @@ def launch_of(
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
     fewest, most = _FEWER_WARPS
-    if not shape.stopping and not leveled and record_bytes >= _WIDE_RECORD_BYTES and not few(fewest):
+    if not shape.stopping and not leveled and record_bytes >= WIDE_RECORD_BYTES and not few(fewest):
         launch = launch._replace(warps=8, blocks_per_sm=1 if wide or few(most) else 2)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
     if not record_bytes:
@@ -149,6 +154,10 @@ def launch_of(
         launch = launch._replace(most_fused=NO_CANDIDATES)
     elif launch.cluster == 1:
         launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
+    elif few(_FEW_ROWS):
+        launch = launch._replace(most_fused=_MOST_FUSED_BY_FEW)
+    elif few(_FEW_WIDE_ROWS) and record_bytes >= WIDE_RECORD_BYTES:
+        launch = launch._replace(most_fused=_MOST_FUSED_WIDE)
     return fitting(launch, shape, capability)
 
 
@@ -213,5 +222,5 @@ def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
     return max(
         shared_bytes(launch_of(num_rows, shape, record_bytes, capability), shape)
         for num_rows in rows
-        for record_bytes in (0, _WIDE_RECORD_BYTES)
+        for record_bytes in (0, WIDE_RECORD_BYTES)
     )
