@@ -20,6 +20,14 @@ FIRST_TOKENS = {
     "`unique_offload`": FOLDER / "first_token_offload.jsonl",
 }
 HOST_READS = FOLDER / "host_reads.jsonl"
+LONG = tuple(FOLDER / f"noise_{name}.jsonl" for name in ("16", "1m"))
+"""Decode steps of more contexts than the GPU has room for, over noise."""
+CONVERSATIONS = {
+    "FlashAttention 3": FOLDER / "again_dense.jsonl",
+    "FlashAttention 3 with vLLM's KV offloading": FOLDER / "again_vllm.jsonl",
+    "`unique_offload`": FOLDER / "again_offload.jsonl",
+}
+"""Clients that return to their prompts, with a cache for two prompts on the GPU."""
 
 
 def steps() -> Block:
@@ -57,7 +65,12 @@ def first_tokens() -> Block:
 
 def host_reads() -> Block:
     """The share of pages from the host on real texts, by budget and copies."""
-    rows = read_run(HOST_READS).rows
+    found = read_run(HOST_READS).rows
+    longest: dict[str, int] = {}
+    for row in found:
+        kind = row["text"].partition(",")[0]
+        longest[kind] = max(longest.get(kind, 0), row["prompt_tokens"])
+    rows = [row for row in found if row["prompt_tokens"] in longest.values()]
     copies = sorted({row["copies_tokens"] for row in rows})
     shares = {(row["text"], row["budget_tokens"], row["copies_tokens"]): row["host_read_share"] for row in rows}
     lines = []
@@ -70,3 +83,28 @@ def host_reads() -> Block:
     return Block(
         table(["text", "tokens", "budget", *(f"{size:,} tokens of copies" for size in copies)], lines), [HOST_READS]
     )
+
+
+def long() -> Block:
+    """Times of decode steps whose keys and values do not fit the GPU."""
+    rows = [row for path in LONG for row in read_run(path).rows if not row["one_token"] and "ms_per_token" in row]
+    lines = []
+    for row in rows:
+        requests, milliseconds = row["batch"], row["ms_per_token"]
+        load = f"{requests} x {size_text(row['context_tokens'])}"
+        share, speed = f"{row['host_read_share']:.0%}", f"{1e3 * requests / milliseconds:,.0f}"
+        lines.append([load, f"{row['kv_gib']:,.0f}", f"{milliseconds:.2f}", share, speed])
+    heads = ["requests", "keys and values, GiB", "ms per token", "from the host", "tokens per s"]
+    return Block(table(heads, lines), list(LONG))
+
+
+def conversations() -> Block:
+    """Throughput of clients that ask again about contexts of 128K."""
+    found = {name: read_run(path).rows[-1] for name, path in CONVERSATIONS.items()}
+    base = next(iter(found.values()))["output_tokens_per_second"]
+    lines = []
+    for name, row in found.items():
+        tokens = row["output_tokens_per_second"]
+        lines.append([name, str(row["running_most"]), f"{tokens:,.0f}", f"{tokens / base:.1f}x"])
+    heads = ["attention", "requests at once", "output tokens per s", "ratio"]
+    return Block(table(heads, lines), list(CONVERSATIONS.values()))

@@ -75,6 +75,8 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "offload-steps": offload.steps,
     "offload-first-tokens": offload.first_tokens,
     "offload-host-reads": offload.host_reads,
+    "offload-long": offload.long,
+    "offload-conversations": offload.conversations,
     "kernels-gpu": kernels.kernels_gpu,
     "budgets-by-request": kernels.budgets_by_request,
     "coverage-cost": kernels.coverage_cost,
