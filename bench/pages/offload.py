@@ -22,6 +22,8 @@ FIRST_TOKENS = {
 HOST_READS = FOLDER / "host_reads.jsonl"
 LONG = tuple(FOLDER / f"noise_{name}.jsonl" for name in ("16", "1m"))
 """Decode steps of more contexts than the GPU has room for, over noise."""
+RESIDENT = FOLDER / "noise_resident.jsonl"
+"""The same where keys and values are on the GPU."""
 CONVERSATIONS = {
     "FlashAttention 3": FOLDER / "again_dense.jsonl",
     "FlashAttention 3 with vLLM's KV offloading": FOLDER / "again_vllm.jsonl",
@@ -87,15 +89,19 @@ def host_reads() -> Block:
 
 def long() -> Block:
     """Times of decode steps whose keys and values do not fit the GPU."""
-    rows = [row for path in LONG for row in read_run(path).rows if not row["one_token"] and "ms_per_token" in row]
+    rows = [row for path in (RESIDENT, *LONG) for row in read_run(path).rows if "ms_per_token" in row]
     lines = []
     for row in rows:
-        requests, milliseconds = row["batch"], row["ms_per_token"]
-        load = f"{requests} x {size_text(row['context_tokens'])}"
-        share, speed = f"{row['host_read_share']:.0%}", f"{1e3 * requests / milliseconds:,.0f}"
+        requests, milliseconds, offloads = row["batch"], row["ms_per_token"], "host_read_share" in row
+        if row["one_token"] or not (offloads or (row["variant"], requests) == ("flash_attn", 2)):
+            continue
+        load = f"{requests} x {size_text(row['context_tokens'])}" + (
+            "" if offloads else ", FlashAttention 3, on the GPU"
+        )
+        share, speed = f"{row['host_read_share']:.0%}" if offloads else "-", f"{1e3 * requests / milliseconds:,.0f}"
         lines.append([load, f"{row['kv_gib']:,.0f}", f"{milliseconds:.2f}", share, speed])
     heads = ["requests", "keys and values, GiB", "ms per token", "from the host", "tokens per s"]
-    return Block(table(heads, lines), list(LONG))
+    return Block(table(heads, lines), [RESIDENT, *LONG])
 
 
 def conversations() -> Block:
