@@ -93,6 +93,7 @@ def run(
     questions: Annotated[int, typer.Option(min=1, help="Maximum questions per task.")] = 25,
     texts: Annotated[int, typer.Option(min=1, help="Maximum texts per kind and context.")] = 10,
     longest: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 128,
+    prefixes: Annotated[str, typer.Option(help="First tokens of a text that `selection` also measures.")] = "",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds after which the command ends.")] = 480,
@@ -136,7 +137,9 @@ def run(
             loaded, exact, held_out, measured, chosen["reuse"], list(map(int, budgets.split(",")))
         ),
         "sinks": lambda: sinks.measure_sinks(loaded, measured, chosen["sinks"], encode(_WORD)[0]),
-        SELECTION: lambda: selection.measure_selection(loaded, _first(written, texts), chosen[SELECTION]),
+        SELECTION: lambda: selection.measure_selection(
+            loaded, _first(written, texts), chosen[SELECTION], [int(each) for each in prefixes.split(",") if each]
+        ),
     }
     with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
         for name in studies:

@@ -42,7 +42,7 @@ _ALWAYS = 1
 
 
 class Captured(NamedTuple):
-    """Attention inputs of a layer that reads all tokens, with positions."""
+    """Attention inputs of a layer that reads all tokens, with positions: float32, on the CPU."""
 
     layer: int
     query: torch.Tensor
@@ -51,31 +51,44 @@ class Captured(NamedTuple):
     """`[num_kv_heads, num_tokens, head_size]`."""
 
 
-def capture(model: Llama, tokens: Sequence[int], newest: int) -> tuple[list[Captured], torch.Tensor]:
-    """Read a text densely in one piece.
+class Context(NamedTuple):
+    """The first tokens of a text, as a text of its own."""
+
+    tokens: int
+    layers: list[Captured]
+    """Those without windows."""
+    hidden: torch.Tensor
+    """`[newest, hidden_size]`."""
+
+
+def capture(model: Llama, tokens: Sequence[int], ends: Sequence[int], newest: int) -> list[Context]:
+    """Read a text densely in one piece. Its first tokens do not see the others, so it holds shorter contexts.
 
     Args:
         model: the model.
         tokens: ids.
-        newest: tokens whose queries and hidden states are returned.
-
-    Returns:
-        The layers without windows, and hidden states `[newest, hidden_size]`.
+        ends: numbers of tokens of the contexts.
+        newest: tokens of each context whose queries and hidden states are returned.
     """
-    found: list[Captured] = []
+    rows = [slice(max(end - newest, 0), end) for end in ends]
+    layers: list[list[Captured]] = [[] for _ in ends]
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if model.windows[layer] is None:
-            found.append(Captured(layer, query[0, :, -newest:].clone(), key[0].clone()))
-            if layer == model.num_layers - 1:
-                # No layer reads what the older tokens would add.
-                output = causal_attention(query[:, :, -newest:], key, value, model.scale)
-                return F.pad(output, (0, 0, query.shape[2] - output.shape[2], 0))
-        return model.attend(layer, query, key, value)
+        if model.windows[layer] is not None:
+            return model.attend(layer, query, key, value)
+        keys = key[0].float().cpu().clone()
+        for to, some, end in zip(layers, rows, ends, strict=True):
+            to.append(Captured(layer, query[0, :, some].float().cpu().clone(), keys[:, :end]))
+        if layer < model.num_layers - 1:
+            return model.attend(layer, query, key, value)
+        output = torch.zeros_like(query)  # no layer reads the other tokens
+        for some, end in zip(rows, ends, strict=True):
+            output[:, :, some] = causal_attention(query[:, :, some], key[:, :, :end], value[:, :, :end], model.scale)
+        return output
 
     ids = torch.tensor(tokens, device=model.device)
     hidden = model.hidden(ids[None], torch.arange(len(ids), device=model.device), attend)[0]
-    return found, hidden[-newest:]
+    return [Context(end, found, hidden[some]) for end, found, some in zip(ends, layers, rows, strict=True)]
 
 
 def stored(kind: str, keys: torch.Tensor) -> PageStatistics:
@@ -96,7 +109,7 @@ def stored(kind: str, keys: torch.Tensor) -> PageStatistics:
 
 
 def scores_of(statistics: PageStatistics, query: torch.Tensor, complete: torch.Tensor, refined: float) -> torch.Tensor:
-    """Return the scores of a server: `[rows, num_kv_heads, num_pages]` bfloat16.
+    """Return the scores of a server: `[rows, num_kv_heads, num_pages]` bfloat16, -inf where a row has no page.
 
     Args:
         statistics: see `stored`.
@@ -106,13 +119,13 @@ def scores_of(statistics: PageStatistics, query: torch.Tensor, complete: torch.T
     """
     blocks, kv_heads = statistics.vectors.shape[:2]
     grouped = query.bfloat16().unflatten(0, (kv_heads, -1)).permute(2, 0, 1, 3).contiguous()
-    table = torch.arange(blocks, device=query.device).expand(len(complete), -1).contiguous()
+    table = torch.arange(blocks).expand(len(complete), -1).contiguous()
     return score_pages(grouped, statistics, table, complete, 0.0, refined)
 
 
 def chosen(scores: torch.Tensor, complete: torch.Tensor, budget: int) -> torch.Tensor:
     """Return the pages that a server selects: `[rows, num_kv_heads, budget]`, -1 where a row has fewer."""
-    return select_pages(scores, complete, budget, _ALWAYS, _ALWAYS).long()
+    return select_pages(scores, complete, budget, _ALWAYS, _ALWAYS)
 
 
 def measure_levels(found: Captured, scale: float) -> Iterator[dict[str, Any]]:
@@ -156,9 +169,9 @@ def measure_copies(found: Sequence[Captured]) -> Iterator[dict[str, Any]]:
     of_layer = []
     for each in found:
         total = each.keys.shape[1]
-        complete = (torch.arange(total - each.query.shape[1], total, device=each.keys.device) + 1) // PAGE
+        complete = (torch.arange(total - each.query.shape[1], total) + 1) // PAGE
         scores = scores_of(stored(FLAT, each.keys), each.query, complete, 1.0)
-        of_layer.append([chosen(scores, complete, budget).transpose(0, 1).cpu() for budget in READ_BUDGETS])
+        of_layer.append([chosen(scores, complete, budget).transpose(0, 1) for budget in READ_BUDGETS])
     for index, budget in enumerate(READ_BUDGETS):
         pages = torch.cat([each[index] for each in of_layer])
         read = (pages >= 0).sum(dim=-1)
@@ -177,29 +190,32 @@ def measure_copies(found: Sequence[Captured]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def measure_selection(model: Llama, texts: Sequence[Prompt], arms: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows for each text: its loss, and those of `measure_levels` by layer and of `measure_copies`.
+def measure_selection(
+    model: Llama, texts: Sequence[Prompt], arms: Sequence[str], ends: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield rows for each text and context: its loss, and those of `measure_levels` by layer and of `measure_copies`.
 
     Args:
         model: the model.
         texts: texts to read.
         arms: names in `ARMS`.
+        ends: numbers of first tokens that are contexts, if a text has more; a whole text always is one.
     """
     for text in texts:
-        begin = time.monotonic()
-        about = {"study": "selection", "text": text.name, "kind": text.kind, "context_tokens": text.context_tokens}
-        newest = min(COLD + STEADY, len(text.tokens))
-        layers, hidden = capture(model, text.tokens, newest)
-        targets = torch.tensor(text.tokens[-newest + 1 :], device=model.device)
-        yield about | {"arm": LOSS, "nats": round(model.nats(hidden[:-1], targets), 4)}
-        if LEVELS in arms:
-            for each in layers:
-                for row in measure_levels(each, model.scale):
-                    yield about | {"arm": LEVELS, "layer": each.layer} | _rounded(row)
-        if COPIES in arms:
-            for row in measure_copies(layers):
-                yield about | {"arm": COPIES} | _rounded(row)
-        yield about | {"seconds": round(time.monotonic() - begin, 1)}
+        begin, length = time.monotonic(), len(text.tokens)
+        contexts = capture(model, text.tokens, [*(end for end in ends if end < length), length], COLD + STEADY)
+        for end, layers, hidden in contexts:
+            about = {"study": "selection", "text": text.name, "kind": text.kind, "context_tokens": end}
+            targets = torch.tensor(text.tokens[end - len(hidden) + 1 : end], device=model.device)
+            yield about | {"arm": LOSS, "nats": round(model.nats(hidden[:-1], targets), 4)}
+            if LEVELS in arms:
+                for each in layers:
+                    for row in measure_levels(each, model.scale):
+                        yield about | {"arm": LEVELS, "layer": each.layer} | _rounded(row)
+            if COPIES in arms:
+                for row in measure_copies(layers):
+                    yield about | {"arm": COPIES} | _rounded(row)
+        yield {"study": "selection", "text": text.name, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

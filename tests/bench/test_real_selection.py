@@ -51,14 +51,14 @@ def test_captured_queries_and_keys_make_the_weights_of_transformers(folder):
     model, tokens, newest = Llama.load(folder, "cpu", torch.float32), _tokens(0), 40
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     expected = theirs(torch.tensor([tokens]), output_attentions=True)
-    found, hidden = selection.capture(model, tokens, newest)
-    torch.testing.assert_close(model.logits(hidden), expected.logits[0, -newest:], rtol=1e-4, atol=1e-4)
-    assert [each.layer for each in found] == [layer for layer, window in enumerate(model.windows) if window is None]
-    for each in found:
-        weights = causal_weights(each.query, each.keys, model.scale, torch.arange(TOKENS - newest, TOKENS))
-        torch.testing.assert_close(
-            weights.flatten(0, 1), expected.attentions[each.layer][0, :, -newest:], rtol=1e-3, atol=1e-5
-        )
+    for end, layers, hidden in selection.capture(model, tokens, [30, 200, TOKENS], newest):
+        rows = torch.arange(max(end - newest, 0), end)
+        torch.testing.assert_close(model.logits(hidden), expected.logits[0, rows], rtol=1e-4, atol=1e-4)
+        assert [each.layer for each in layers] == [at for at, window in enumerate(model.windows) if window is None]
+        for each in layers:
+            weights = causal_weights(each.query, each.keys, model.scale, rows).flatten(0, 1)
+            of_layer = expected.attentions[each.layer][0, :, rows, :end]
+            torch.testing.assert_close(weights, of_layer, rtol=1e-3, atol=1e-5)
 
 
 def test_layers_of_a_gemma_have_windows(gemma_folder):
@@ -196,13 +196,16 @@ def test_copies_of_all_pages_miss_new_pages_alone(monkeypatch):
 @pytest.mark.parametrize("arm", [*selection.ARMS, ""])
 def test_rows_of_a_text(folder, arm):
     model, text = Llama.load(folder, "cpu", torch.float32), Prompt("prose", "prose/0", TOKENS, _tokens(3))
-    rows = json.loads(json.dumps(list(selection.measure_selection(model, [text], [arm]))))
+    rows = json.loads(json.dumps(list(selection.measure_selection(model, [text], [arm], [80, 4096]))))
+    assert {row["context_tokens"] for row in rows[:-1]} == {80, TOKENS}
+    assert rows[-1]["seconds"] >= 0
     titles = {"levels": ["Loss", "Weight in two levels"], "copies": ["Loss", "Pages without a copy"], "": ["Loss"]}
     assert [table.title for table in tables(rows)] == titles[arm]
     if not any(model.windows):
         logits = model.logits(read(model, torch.tensor(text.tokens), Cache(model, TOKENS)))
-        nats = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text.tokens[1:])).item()
-        assert rows[0]["nats"] == pytest.approx(nats, abs=1e-3)
+        losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text.tokens[1:]), reduction="none")
+        found = [row["nats"] for row in rows if row.get("arm") == "loss"]
+        assert found == pytest.approx([losses[:79].mean().item(), losses.mean().item()], abs=1e-3)
 
 
 class _Tokenizer:
