@@ -10,6 +10,8 @@ from vllm_sparse_plugin import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_next")
+"""Model types with state-space layers that tests serve with compaction."""
 _FULL = "full_attention"
 """Name of layers that attend to the whole context, in `layer_types`."""
 
@@ -47,8 +49,13 @@ def engines_in_parts(vllm_config: VllmConfig) -> Iterator[str]:
 def unmixed_blocks(vllm_config: VllmConfig) -> Iterator[str]:
     """Yields the traits of models in which no layer can give blocks back while others keep theirs."""
     kinds, architecture = _layer_kinds(vllm_config), architecture_of(vllm_config)
-    if vllm_config.model_config.is_hybrid:
-        yield f"{architecture} with state-space layers"
+    model = vllm_config.model_config
+    if model.is_hybrid:
+        if model.hf_text_config.model_type not in COMPACTED_HYBRIDS:
+            yield f"{architecture} with state-space layers"
+        elif vllm_config.cache_config.enable_prefix_caching:
+            # A hit needs the states of its last token too.
+            yield f"{architecture} with state-space layers and prefix caching"
     elif _FULL not in kinds:
         yield f"{architecture} without a layer that attends to the whole context"
     elif kinds > {_FULL} and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

@@ -11,14 +11,24 @@ PYRAMID = {"method": "pyramidkv", "window_tokens": 16}
 
 
 @pytest.mark.parametrize(
-    ("family", "compaction", "blocks"), [("gemma_3", H2O, 60), ("gemma_2", PYRAMID, 70), ("gpt_oss", SNAPKV, 60)]
+    ("family", "compaction", "blocks", "length"),
+    [
+        ("gemma_3", H2O, 60, 500),
+        ("gemma_2", PYRAMID, 70, 500),
+        ("gpt_oss", SNAPKV, 60, 500),
+        ("lfm2", H2O, 60, 500),
+        ("nemotron_h", SNAPKV, 60, 900),
+        # Its states make blocks of 256 tokens.
+        ("qwen3_next", SNAPKV, 14, 900),
+    ],
 )
-def test_layers_of_the_whole_context_give_blocks_back_and_others_keep_theirs(family, compaction, blocks):
-    found = in_fresh_process(run_beside_layers_of_other_kinds, family, compaction, blocks)
+def test_layers_of_the_whole_context_give_blocks_back_and_others_keep_theirs(family, compaction, blocks, length):
+    found = in_fresh_process(run_beside_layers_of_other_kinds, family, compaction, blocks, length)
     assert found["short"] == found["dense"]
     assert len({token for answer in found["dense"] for token in answer}) > 5
-    assert found["vllm_sparse_blocks_freed_sum"] > 8 * len(found["crowd"])
-    assert found["vllm:num_preemptions_total"] > 0 or blocks < 70
+    # Each request is asked twice.
+    assert found["vllm_sparse_blocks_freed_sum"] >= 4 * len(found["crowd"])
+    assert found["vllm:num_preemptions_total"] > 0 or family != "gemma_2"
     assert found["vllm:kv_cache_usage_perc"] == 0
     # Reading a freed block would change answers.
     assert found["again"] == found["crowd"]

@@ -317,17 +317,16 @@ def test_a_class_that_keeps_a_whole_prompt_does_not_let_others_hit_where_they_wi
 @pytest.mark.parametrize("retention", [MOVING, FALLING])
 def test_layers_with_a_window_keep_their_own_blocks_and_hits_are_those_of_layers_without_one(retention):
     pool, alone = Pool(retention, beside=WINDOWS), Pool(retention)
-    first, again, longer = (pool.request(str(length), WORDS[: abs(length)]) for length in (500, -500, 800))
-    hits = [
-        alone.run(alone.request(each.request_id, list(each.prompt_token_ids)), 3) for each in (first, again, longer)
-    ]
-    assert [pool.run(request, 3) for request in (first, again, longer)] == hits
+    requests = [pool.request(str(length), WORDS[: abs(length)]) for length in (800, 500, -500)]
+    hits = [alone.run(alone.request(each.request_id, list(each.prompt_token_ids)), 3) for each in requests]
+    # The longer prompt's blocks are hashed where the others will write.
+    assert [pool.run(request, 3) for request in requests] == hits
     assert min(hits[1:]) > 100
-    window = pool.manager.get_block_ids(first.request_id)[0]
+    window = pool.manager.get_block_ids(requests[1].request_id)[0]
     assert [bool(block) for block in window[:31]] == [index >= (502 - 64) // BLOCK for index in range(31)]
-    assert not pool.own(again) & pool.tables(first)
-    assert not pool.own(longer) & (pool.tables(first) | pool.tables(again))
-    for request in (first, again, longer):
+    for one in requests:
+        assert not any(pool.own(one) & pool.tables(other) for other in requests if other is not one)
+    for request in requests:
         pool.manager.free(request)
     assert pool.free == pool.all
 

@@ -22,8 +22,10 @@ def run_family(key: str, ways: Sequence[str]) -> Iterator[Cell]:
         yield from map(FamilyRun(family, Path(folder)).cell, ways)
 
 
-def run_beside_layers_of_other_kinds(key: str, compaction: dict[str, object], blocks: int) -> dict[str, object]:
-    """Serves a family with compaction in a pool of some blocks that is too small for its requests.
+def run_beside_layers_of_other_kinds(
+    key: str, compaction: dict[str, object], blocks: int, length: int
+) -> dict[str, object]:
+    """Serves a family with compaction in a pool of some blocks that is too small for its prompts of some length.
 
     Returns:
         The sums of some metrics, and answers: `short` prompts, which keep everything, after vLLM's own `dense`
@@ -40,9 +42,9 @@ def run_beside_layers_of_other_kinds(key: str, compaction: dict[str, object], bl
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
 
-    short, crowd, family = prompts(2, 250), prompts(5, 500), FAMILIES[key]
+    short, crowd, family = prompts(2, 250), prompts(5, length), FAMILIES[key]
     arguments = {
-        "max_model_len": 640,
+        "max_model_len": length + 140,
         "block_size": 32,
         "disable_log_stats": False,
         "max_num_seqs": 6,
