@@ -45,7 +45,7 @@ def arms() -> Block:
     found = [(questions(rows), "{:.3f}"), (losses(rows), "{:+.3f}"), (changes(rows), "{:+.1%}")]
     columns = [(0, None), (0, _WIDE), (0, budget), (1, None), (1, budget), (2, budget)]
     lines = []
-    for arm, rank in dict.fromkeys((cell.arm, cell.lora_rank) for cell in found[0][0]):
+    for arm, rank in dict.fromkeys((cell.arm, cell.lora_rank) for cell in found[1][0]):
         cells = [_shown(found[part], Cell(arm, rank, tokens)) for part, tokens in columns]
         lines.append([arm, "" if arm == BEFORE else weights_text(rank), *cells])
     headings = [
@@ -63,13 +63,14 @@ def claims() -> Block:
     rows, budget = _rows(files), _trained_budget(files)
     scores, nats = questions(rows), losses(rows)
     lines = []
-    for rank in dict.fromkeys(cell.lora_rank for cell in scores if cell.arm != BEFORE):
+    for rank in dict.fromkeys(cell.lora_rank for cell in nats if cell.arm != BEFORE):
         for claim in _claims(rank, budget):
-            if claim.better in scores and claim.other in scores:
-                answered = _minus(scores, claim.better, claim.other)
+            pair = claim.better, claim.other
+            if all(cell in nats for cell in pair):
+                answered = _judged(_minus(scores, *pair)) if all(cell in scores for cell in pair) else ["", "open"]
                 # Less loss is better.
-                read = _minus(nats, claim.other, claim.better)
-                lines.append([claim.text, weights_text(rank), *_judged(answered), *_judged(read)])
+                read = _judged(_minus(nats, *reversed(pair)))
+                lines.append([claim.text, weights_text(rank), *answered, *read])
     headings = ["claim", "weights", "more RULER", "so it is", "fewer nats of text", "so it is"]
     return Block(table(headings, lines), files)
 
@@ -81,7 +82,10 @@ def _claims(rank: int, budget: int) -> list[_Claim]:
     return [
         _Claim("the soft mask is better than the hard mask", trained(_SOFT), trained(_HARD)),
         _Claim("hard steps after soft ones are better than soft ones alone", trained(_BOTH), trained(_SOFT)),
-        _Claim("a mask is better than training without", trained(_BOTH), trained(_DENSE)),
+        *(
+            _Claim(f"the mask `{arm}` is better than training without", trained(arm), trained(_DENSE))
+            for arm in (_SOFT, _HARD, _BOTH)
+        ),
         _Claim("sparse attention is better than dense after dense training", trained(_BOTH), trained(_DENSE, None)),
         *(
             _Claim(f"`{arm}` with {budget} tokens is better than {_WIDE} before", trained(arm), Cell(BEFORE, 0, _WIDE))

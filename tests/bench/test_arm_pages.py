@@ -86,6 +86,8 @@ def test_claims_are_confirmed_refuted_or_open(measured):
         found[claim] = answered, read
     assert found == {
         "the soft mask is better than the hard mask": ("refuted", "open"),
+        "the mask `soft` is better than training without": ("confirmed", "open"),
+        "the mask `hard` is better than training without": ("confirmed", "open"),
         "`soft` with 64 tokens is better than 512 before": ("open", "open"),
         "`hard` with 64 tokens is better than 512 before": ("confirmed", "open"),
     }
@@ -96,3 +98,12 @@ def test_the_figure_has_a_curve_and_a_line_for_each_arm(measured):
     steps, scores, texts = arms.draw_arms().axes
     assert [line.get_label() for line in steps.lines] == ["before", "dense", "soft", "hard"]
     assert len(scores.containers) == len(texts.containers) == 4
+
+
+def test_arms_without_questions_are_shown_and_judged_by_their_texts(measured, monkeypatch):
+    rows = [row for row in measured if row["arm"] == "before" or row.get("part") != "questions"]
+    monkeypatch.setattr(arms, "_rows", lambda files: rows)
+    shown = [line.split(" | ") for line in arms.arms().text.splitlines()[2:6]]
+    assert [line[2] != "" for line in shown] == [True, False, False, False]
+    judged = {line.split(" | ")[3] for line in arms.claims().text.splitlines()[2:]}
+    assert judged == {"open"}
