@@ -128,7 +128,7 @@ def draw_arms() -> Figure:
         axes.set_xlabel("budget, tokens")
         axes.set_title(title, fontsize=10)
     steps.set_xlabel("step")
-    steps.set_title("held-out loss under the arm's mask, nats", fontsize=10)
+    steps.set_title("held-out loss with the trained budget, nats", fontsize=10)
     scores.legend(frameon=False, fontsize=8)
     for axes in (steps, scores, texts):
         axes.spines[["top", "right"]].set_visible(False)

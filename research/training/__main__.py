@@ -126,7 +126,9 @@ def run(
 
     def train_and_measure(name: str, number: int, folder: Path) -> Iterator[Row]:
         chosen = plans[name].model_copy(update={"seed": number})
-        yield from train(open_trainer(model, folder, found, chosen, selections[name], tokenizer, device), deadline)
+        trainer = open_trainer(model, folder, found, chosen, selections[name], tokenizer, device)
+        yield from train(trainer, budget_tokens, deadline)
+        del trainer
         gc.collect()
         yield from measure(Llama.load(folder, device, _dtype(device)))
 

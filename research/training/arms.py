@@ -79,18 +79,23 @@ def open_trainer(
     return Trainer(run, data.rows, tokenizer, device)
 
 
-def train(trainer: Trainer, deadline: float) -> Iterator[dict[str, Any]]:
+def train(trainer: Trainer, budget_tokens: int, deadline: float) -> Iterator[dict[str, Any]]:
     """Train, and yield the rows of the log. The model is written at the end.
+
+    Args:
+        trainer: of an arm.
+        budget_tokens: the budget to measure during the training.
+        deadline: of the monotonic clock.
 
     Raises:
         OutOfTimeError: the deadline of the monotonic clock passed.
     """
     settings = trainer.settings
-    yield trainer.measure()
+    yield trainer.measure(budget_tokens, as_served=True)
     while trainer.steps < settings.steps:
         if time.monotonic() > deadline:
             raise OutOfTimeError
         yield trainer.step()
         if trainer.steps == settings.steps or trainer.steps % settings.measure_every == 0:
-            yield trainer.measure()
+            yield trainer.measure(budget_tokens, as_served=True)
     trainer.write()

@@ -69,7 +69,8 @@ def asked() -> list[Question]:
 @pytest.fixture(scope="module")
 def data(asked) -> Data:
     drawn = [_tokens(100 + i, TOKENS) for i in range(5)]
-    rows = [Row(row, [i >= 1000 for i in range(TOKENS)], Packing((TOKENS,)), (1000,)) for row in drawn]
+    # Contexts of 1,024 tokens and more are under the mask, prompts among them in the training of the paper.
+    rows = [Row(row, [i >= 1060 for i in range(TOKENS)], Packing((TOKENS,)), (1060,)) for row in drawn]
     texts = [Text(kind, _tokens(200 + i, TOKENS)) for i, kind in enumerate(("code", "code", "prose", "prose"))]
     return Data(rows, texts, asked[:3])
 
@@ -181,6 +182,13 @@ def test_every_arm_is_trained_and_measured(folder, data, tmp_path):
     assert temperatures["soft"][:3] == pytest.approx([1.0, 0.5 ** (1 / 3), 0.5 ** (2 / 3)])
     assert [each is None for each in temperatures["soft-hard"]] == [False, False, False, True]
     assert temperatures["dense"] == temperatures["hard"] == [None] * 4
+    curves = {
+        name: [row["served_loss"] for row in rows if row["arm"] == name and "served_loss" in row] for name in ARMS
+    }
+    assert {len(curve) for curve in curves.values()} == {2}
+    assert len({curve[0] for curve in curves.values()}) == 1
+    assert len({curve[1] for curve in curves.values()}) == len(ARMS)
+    assert curves["dense"][0] != next(row["dense_loss"] for row in rows if "dense_loss" in row)
     # The first step of an arm has the same rows and weights, so the loss differs by the mask alone.
     first = {row["arm"]: row for row in steps if row["step"] == 1}
     assert len({first[name]["loss"] for name in ("dense", "soft", "hard")}) == 3

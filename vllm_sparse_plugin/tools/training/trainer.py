@@ -225,15 +225,21 @@ class Trainer:
             ),
         }  # fmt: skip
 
-    def measure(self) -> dict[str, Any]:
-        """Compare the served selection with dense attention on the held-out row. Return a row of the log."""
+    def measure(self, budget_tokens: int | None = None, as_served: bool = False) -> dict[str, Any]:
+        """Compare the served selection with dense attention on the held-out row. Return a row of the log.
+
+        Args:
+            budget_tokens: replaces the served budget.
+            as_served: whether prompts attend densely in any training.
+        """
         row = self._measured
         tokens, learned = self._tensors(row)
+        prompts = row.prompts if as_served else self._prompts(row)
         self._model.eval()
         logits = []
         with torch.no_grad():
-            for mask in (None, self._run.served.mask(None)):
-                with self._attention.using(row.packing, mask, self._prompts(row)):
+            for mask in (None, self._run.served.mask(None, budget_tokens)):
+                with self._attention.using(row.packing, mask, prompts):
                     logits.append(self._logits(row, tokens))
             losses = [row_loss(each, tokens, learned, None).text.item() / int(learned.sum()) for each in logits]
         best = [each[:-1].argmax(dim=-1)[learned[1:]] for each in logits]
