@@ -67,11 +67,11 @@ def storm() -> Block:
             lines.append([
                 place, row["backend"], str(row["clients"]), str(row["hostile_clients"]), f"{row['minutes']:g}",
                 f"{sum(row['requests'].values()):,}", *changed, times, f"{row['ratio_median']:.1f}",
-                str(row["preemptions"]), str(row["leaked_blocks"]), str(len(row["faults"])),
+                str(row["preemptions"]), str(len(row["faults"])),
             ])  # fmt: skip
             sources.append(path)
     names = [
         "server", "backend", "clients", "hostile", "minutes", "hostile requests", "changed without", "changed with",
-        "ms per token", "ratio", "preemptions", "lost blocks", "faults",
+        "ms per token", "ratio", "preemptions", "faults",
     ]  # fmt: skip
     return Block(table(names, lines), sources)

@@ -303,14 +303,14 @@ def test_a_storm_says_what_changed_and_what_is_lost(tmp_path, monkeypatch):
         "backend": "unique", "clients": 32, "hostile_clients": 16, "minutes": 20.0, "requests": {"a": 1000, "b": 1},
         "quiet_again": {"answers": 32, "changed_too_far": 1, "ms_per_token_median": 8.4},
         "storm": {"answers": 1200, "changed_too_far": 2, "ms_per_token_median": 10.5},
-        "ratio_median": 1.25, "preemptions": 3, "leaked_blocks": 0, "faults": [],
+        "ratio_median": 1.25, "preemptions": 3, "faults": [],
     }  # fmt: skip
     path = write_run(tmp_path / "unique.jsonl", row)
     monkeypatch.setattr(states, "STORMS", {"a CPU": tmp_path})
     block = states.storm()
     assert block.sources == [path]
     assert block.text.splitlines()[2] == (
-        "| a CPU | unique | 32 | 16 | 20 | 1,001 | 1 of 32 | 2 of 1,200 | 8 / 10 | 1.2 | 3 | 0 | 0 |"
+        "| a CPU | unique | 32 | 16 | 20 | 1,001 | 1 of 32 | 2 of 1,200 | 8 / 10 | 1.2 | 3 | 0 |"
     )
 
 
