@@ -33,17 +33,16 @@ _COLUMNS = {
 
 
 def layers() -> Block:
-    """The first token by context and part of the layers."""
-    rows = layer_rows()
+    """The first token of the longest contexts by part of the layers."""
+    rows = layer_rows(max(row["context_tokens"] for row in layer_rows()))
     count = max(row["layer"] for row in rows) + 1
     lines = []
-    for context in sorted({row["context_tokens"] for row in rows}):
-        for part in range(_PARTS):
-            first, end = part * count // _PARTS, (part + 1) * count // _PARTS
-            found = [row for row in rows if row["context_tokens"] == context and first <= row["layer"] < end]
-            cells = (" / ".join(_cell(mean_of(found, name)) for name in names) for names in _COLUMNS.values())
-            lines.append([f"{context:,}", f"{first} to {end - 1}", *cells])
-    return Block(table(["context", "layers", *_COLUMNS], lines), [SINKS])
+    for part in range(_PARTS):
+        first, end = part * count // _PARTS, (part + 1) * count // _PARTS
+        found = [row for row in rows if first <= row["layer"] < end]
+        cells = (" / ".join(_cell(mean_of(found, name)) for name in names) for names in _COLUMNS.values())
+        lines.append([f"{first} to {end - 1}", *cells])
+    return Block(table(["layers", *_COLUMNS], lines), [SINKS])
 
 
 def _cell(value: float) -> str:

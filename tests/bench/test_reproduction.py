@@ -43,6 +43,7 @@ def rows(tmp_path, monkeypatch):
     about = {"text": "prose/8/0", "kind": "prose", "context_tokens": 8}
     rows = [
         *(about | {"arm": "layer", "layer": layer, "mass": 0.1 * layer, "query_cosine": 0.5} for layer in range(3)),
+        about | {"arm": "layer", "layer": 0, "mass": 0.9, "context_tokens": 4},
         about | {"arm": "level", "level": 0.8, "queries": 3, "ratio": 10.0},
         about | {"arm": "level", "level": 0.8, "queries": 1, "ratio": 2.0},
         *(about | {"arm": arm, "nats": 1.0} for arm in sinks.WINDOWS),
@@ -56,8 +57,8 @@ def rows(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("rows")
 def test_layers_are_shown_in_three_parts():
     lines = sinks.layers().text.splitlines()[2:]
-    assert [line.split(" | ")[:3] for line in lines] == [
-        ["| 8", "0 to 0", "0.00"], ["| 8", "1 to 1", "0.100"], ["| 8", "2 to 2", "0.200"],
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| 0 to 0", "0.00"], ["| 1 to 1", "0.100"], ["| 2 to 2", "0.200"],
     ]  # fmt: skip
     assert lines[0].endswith("| - / - | - / - | 0.500 | - / - | - / - |")
 
