@@ -41,17 +41,11 @@ FORMS = {
 }
 RULES = {
     "pool25": "`snapkv`: `pool_tokens` 25",
-    "pool49": "`pool_tokens` 49",
     "pool13": "`pool_tokens` 13",
     "snapkv": "`snapkv_paper`: `pool_tokens` 5",
-    "window64_25": "`pool_tokens` 25, `window_tokens` 64",
-    "page16": "votes of whole blocks",
-    "repeat": "votes of a second reading (KVzip)",
-    "expected": "expected attention",
     "pyramid25": "`pyramidkv`: `pool_tokens` 25",
     "pyramid": "`pyramidkv_paper`: `pool_tokens` 5",
     "h2o": "`h2o`",
-    "h2o25": "`h2o` with votes pooled over 25 tokens",
     "answer25": "votes of the answer itself (a bound)",
 }
 ROUTES = {
@@ -64,6 +58,8 @@ ROUTES = {
 }
 _KEPT = 0.25
 """Share of a prompt that is kept."""
+_ANSWERED = 0.2
+"""Score of a task of RULER that dense attention answers. Less tells nothing of a selection."""
 SETTINGS = {
     "unique-1024": "`unique`",
     "unique-2048": "`unique_wide`",
@@ -75,7 +71,6 @@ SETTINGS = {
 TEXTS = {
     "essay_7700": "essays of 7,700 tokens",
     "code_7700": "code of 7,700 tokens",
-    "essay_4000": "essays of 4,000 tokens",
 }
 GEMMA_TEXTS = {
     "essay_8000": "essays of 8,000 tokens",
@@ -296,14 +291,16 @@ def coverages() -> Block:
 
 
 def ruler() -> Block:
-    """RULER by task, answered by vLLM."""
+    """RULER, answered by vLLM: the tasks that dense attention answers at the shortest context, and the mean of all."""
     rows = _rows(RULER)
     contexts = sorted({row["context_tokens"] for row in rows})
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    answered = [task for task in tasks if ruler_score(rows, _DENSE, contexts[0], task).value >= _ANSWERED]
     lines = []
-    for task in [*dict.fromkeys(row["task"] for row in rows), None]:
+    for task in [*answered, None]:
         means = (ruler_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
         cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
-        lines.append([f"`{task}`" if task else "all", *cells])
+        lines.append([f"`{task}`" if task else f"all {len(tasks)} tasks", *cells])
     headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
     return Block(table(["task", *headings], lines), [RULER])
 

@@ -8,7 +8,19 @@ from support.bench.pages import ABOUT, write_run
 
 from bench.common.pages import group_rows
 from bench.common.results import read_run
-from bench.pages import compaction, figures, frontier, kernels, prefill, quality, recipes, serving, states, training
+from bench.pages import (
+    compaction,
+    figures,
+    frontier,
+    kernels,
+    prefill,
+    quality,
+    real,
+    recipes,
+    serving,
+    states,
+    training,
+)
 
 
 def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
@@ -312,6 +324,22 @@ def test_a_storm_says_what_changed_and_what_is_lost(tmp_path, monkeypatch):
     assert block.text.splitlines()[2] == (
         "| a CPU | unique | 32 | 16 | 20 | 1,001 | 1 of 32 | 2 of 1,200 | 8 / 10 | 1.2 | 3 | 0 |"
     )
+
+
+def test_ruler_shows_the_tasks_that_dense_attention_answers_and_the_mean_of_all(tmp_path, monkeypatch):
+    easy = {("easy", 4096): (1.0, 0.5), ("easy", 7900): (0.0, 0.0)}
+    scores = easy | {("hard", 4096): (0.1, 0.1), ("hard", 7900): (1.0, 1.0)}
+    rows = (
+        {"task": task, "context_tokens": context, "setting": setting, "score": score}
+        for (task, context), pair in scores.items()
+        for setting, score in zip(("dense", "unique"), pair, strict=True)
+    )
+    monkeypatch.setattr(real, "RULER", write_run(tmp_path / "ruler.jsonl", *rows))
+    lines = [line.strip("| ").split(" | ") for line in real.ruler().text.splitlines()[2:]]
+    assert [[cell.partition(" [")[0] for cell in line] for line in lines] == [
+        ["`easy`", "1.00", "0.50", "0.00", "0.00"],
+        ["all 2 tasks", "0.55", "0.30", "0.50", "0.50"],
+    ]
 
 
 @pytest.fixture
