@@ -12,8 +12,8 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, 
 
 _REAL = RESULTS / "h200" / "real"
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
-SERVED, SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
-    _REAL / f"served{name}.jsonl" for name in ("", "_unique", "_every", "_policies", "_backends")
+SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
+    _REAL / f"served_{name}.jsonl" for name in ("unique", "every", "policies", "backends")
 )
 """Served text, each file with dense attention in other batches."""
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
@@ -63,10 +63,6 @@ _ANSWERED = 0.2
 SETTINGS = {
     "unique-1024": "`unique`",
     "unique-2048": "`unique_wide`",
-    "zipvl": "`zipvl`",
-    "zipvl_paper": "`zipvl_paper`",
-    "snapkv-1024": "`snapkv`",
-    "snapkv_paper-1024": "`snapkv_paper`",
 }
 TEXTS = {
     "essay_7700": "essays of 7,700 tokens",
@@ -177,19 +173,16 @@ def kept_by_share(arm: str) -> dict[float, Estimate]:
 
 
 def served() -> Block:
-    """What vLLM decodes of essays, beside dense attention in other batches of the same run."""
-    lines = []
-    for path, head in ((SERVED_UNIQUE, " (run of `unique`)"), (SERVED, " (run of the others)")):
-        rows = _rows(path)
-        again = _agreements(rows, _AGAIN)
-        lines.append([f"dense attention in other batches{head}", f"{_mean(again.values()):.1%}", "", ""])
-        for setting, name in SETTINGS.items():
-            found = _agreements(rows, setting)
-            if found:
-                nats = _mean(row["nll"] for row in rows if row["setting"] == setting)
-                lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
+    """What vLLM decodes of essays with `unique`, beside dense attention in other batches."""
+    rows = _rows(SERVED_UNIQUE)
+    again = _agreements(rows, _AGAIN)
+    lines = [["dense attention in other batches", f"{_mean(again.values()):.1%}", "", ""]]
+    for setting, name in SETTINGS.items():
+        found = _agreements(rows, setting)
+        nats = _mean(row["nll"] for row in rows if row["setting"] == setting)
+        lines.append([name, f"{_mean(found.values()):.1%}", _excess(again, found), f"{nats:.3f}"])
     headings = ["setting", "same next token as dense", "changed beyond dense in other batches", "more nats per token"]
-    return Block(table(headings, lines), [SERVED_UNIQUE, SERVED])
+    return Block(table(headings, lines), [SERVED_UNIQUE])
 
 
 def policies() -> Block:
