@@ -17,6 +17,7 @@ from bench.pages import (
     quality,
     real,
     recipes,
+    selection,
     serving,
     states,
     training,
@@ -387,3 +388,46 @@ def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(fron
     assert lines["1 x 8K"] == [[1, 5], [3, 5.1], [5, 5.4]]
     assert [line.get_xydata().tolist() for line in left.lines[1::2]] == [[[6, 5.5]], [[6, 39]]]
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["agreement", "overlap", "likelihood"]
+
+
+def test_two_levels_stand_beside_flat_quarters_and_a_bound(tmp_path, monkeypatch):
+    leveled = "leveled_quarters"
+    ranked = ("oracle", 1.0, 0.75), ("quarters", 1.0, 0.5), (leveled, 0.25, 0.375), (leveled, 0.5, 0.5)
+    rows = [
+        {
+            "arm": "levels", "text": text, "layer": layer, "ranked_by": ranked_by, "refined": refined, "pages": pages,
+            "mass": mass + more,
+        }
+        for ranked_by, refined, mass in ranked
+        for pages in (64, 128, 256)
+        for text, layer, more in (("a", 5, 0.125), ("a", 11, -0.125))
+    ]  # fmt: skip
+    monkeypatch.setattr(selection, "LONG", write_run(tmp_path / "one.jsonl", *rows, {"seconds": 1.0}))
+    assert selection.levels().text.splitlines()[2:] == [
+        "| true weight (a bound) | 0.750 | 0.750 | 0.750 |",
+        "| `quarters` | 0.500 | 0.500 | 0.500 |",
+        "| `refined` 0.25, minus `quarters` | -0.125 | -0.125 | -0.125 |",
+    ]
+    rows += [row | {"text": "b"} for row in rows]
+    monkeypatch.setattr(selection, "LONG", write_run(tmp_path / "two.jsonl", *rows))
+    assert "| -0.125 [-0.125, -0.125] |" in selection.levels().text
+
+
+def test_copies_are_a_line_for_each_model_and_a_column_for_each_context(tmp_path, monkeypatch):
+    def row(context: int, multiple: int, steady: float, **columns: int) -> dict:
+        about = {"arm": "copies", "context_tokens": context, "budget_tokens": 1024, "multiple": multiple, "ways": 8}
+        return about | {"cold": 1.0, "steady": steady} | columns
+
+    first = write_run(
+        tmp_path / "a.jsonl", row(4096, 4, 0.25), row(4096, 8, 0.125), row(4096, 2, 1.0), row(4096, 4, 0.5),
+        row(4096, 4, 1.0, budget_tokens=512), row(4096, 4, 1.0, ways=512),
+    )  # fmt: skip
+    second = write_run(tmp_path / "b.jsonl", row(13312, 4, 0.5), row(13312, 8, 0.0))
+    monkeypatch.setattr(selection, "COPIES", {"A": [first], "B": [first, second]})
+    assert selection.copies().text.splitlines() == [
+        "| model | 4K | 13K |",
+        "|---|---|---|",
+        "| A | 37.5%, 12.5% | - |",
+        "| B | 37.5%, 12.5% | 50.0%, 0.0% |",
+    ]
+    assert selection.copies().sources == [first, second]

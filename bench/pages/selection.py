@@ -1,0 +1,82 @@
+"""Blocks about two levels and copies of pages on the keys of pretrained models, from the study `selection`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench.common.options import size_text
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run
+from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
+
+_REAL = RESULTS / "cpu-2core" / "real"
+LONG = _REAL / "selection_gemma_32k.jsonl"
+COPIES = {
+    "Gemma 3 270M": [_REAL / "selection_gemma.jsonl", LONG],
+    "needle-8m": [_REAL / "selection_needle-8m.jsonl"],
+}
+"""Result files by model."""
+_FLAT, _LEVELED, _ORACLE = "quarters", "leveled_quarters", "oracle"
+_REFINED = 0.25
+_BUDGETS = (64, 128, 256)
+"""Pages."""
+_PAGE_TOKENS, _WAYS, _BUDGET_TOKENS, _ROOMS = 8, 8, 1024, (4, 8)
+
+
+def levels() -> Block:
+    """The weight that flat quarters find, and what two levels lose of it."""
+    rows = _rows([LONG], "levels")
+    flat = {budget: _by_text(rows, _FLAT, 1.0, budget) for budget in _BUDGETS}
+    lines = []
+    for name, ranked_by in (("true weight (a bound)", _ORACLE), ("`quarters`", _FLAT)):
+        found = (_by_text(rows, ranked_by, 1.0, budget) for budget in _BUDGETS)
+        lines.append([name, *(f"{_mean(each.values()):.3f}" for each in found)])
+    differences = []
+    for budget in _BUDGETS:
+        masses = _by_text(rows, _LEVELED, _REFINED, budget)
+        differences.append(_more([mass - flat[budget][text] for text, mass in masses.items()]))
+    lines.append([f"`refined` {_REFINED}, minus `quarters`", *differences])
+    return Block(table(["pages by", *(f"{budget * _PAGE_TOKENS:,} tokens" for budget in _BUDGETS)], lines), [LONG])
+
+
+def copies() -> Block:
+    """The shares of selected pages without a copy, after the first steps."""
+    shares = {model: _shares(_rows(paths, "copies")) for model, paths in COPIES.items()}
+    contexts = sorted({context for found in shares.values() for context in found})
+    lines = [[model, *(found.get(context, "-") for context in contexts)] for model, found in shares.items()]
+    sources = dict.fromkeys(path for paths in COPIES.values() for path in paths)
+    return Block(table(["model", *map(size_text, contexts)], lines), list(sources))
+
+
+def _shares(rows: Iterable[Row]) -> dict[int, str]:
+    """The shares for each room, by context."""
+    found: dict[int, dict[int, list[float]]] = {}
+    for row in rows:
+        if (row["ways"], row["budget_tokens"]) == (_WAYS, _BUDGET_TOKENS) and row["multiple"] in _ROOMS:
+            found.setdefault(row["context_tokens"], {}).setdefault(row["multiple"], []).append(row["steady"])
+    return {context: ", ".join(f"{_mean(of[room]):.1%}" for room in _ROOMS) for context, of in found.items()}
+
+
+def _rows(paths: Iterable[Path], arm: str) -> list[Row]:
+    return [row for path in paths for row in read_run(path).rows if row.get("arm") == arm]
+
+
+def _by_text(rows: Iterable[Row], ranked_by: str, refined: float, pages: int) -> dict[str, float]:
+    """The mean weight of the layers of each text."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if (row["ranked_by"], row["refined"], row["pages"]) == (ranked_by, refined, pages):
+            found.setdefault(row["text"], []).append(row["mass"])
+    return {text: _mean(values) for text, values in found.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _more(differences: list[float]) -> str:
+    """A mean, with its interval if there are several."""
+    found = estimate_amount(differences)
+    return f"{found.value:+.3f}" + (f" [{found.low:+.3f}, {found.high:+.3f}]" if found.count > 1 else "")
