@@ -52,7 +52,9 @@ def _family_row(key: str, cells: list[_Cells]) -> list[str]:
 
 def _summary(cells: _Cells, family: str) -> str:
     """The outcome of a family: one word, or the most frequent word and the exceptions."""
-    signs = {way: _sign(cells, family, way) for way in WAYS}
+    # A file may be older than a way.
+    run = [way for way in WAYS if any(of == way for _, of in cells)] or WAYS
+    signs = {way: _sign(cells, family, way) for way in run}
     most = Counter(signs.values()).most_common(1)[0][0]
     others = [f"`{way}` {sign}" for way, sign in signs.items() if sign != most]
     return ", ".join([most, *others])

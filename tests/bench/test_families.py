@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, api
 from sparse_kernels.sparse_decode import sparse_decode
 from support.paged import PagedBatch, make_batch
 
 from bench.common.continuations import Continuation, logprob_error
 from bench.pages.families import FILES, families, read_cells
 from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED, Cell, unless_raised
+from bench.robustness.families.evictions import watch_evictions
 from bench.robustness.families.referee import Referee, watch
 from bench.robustness.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
+from vllm_sparse_plugin.attention import base
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
@@ -77,6 +80,48 @@ def test_the_referee_leaves_records_of_no_page_alone(paged):
     assert judged(paged, change).faults == []
 
 
+def halve(add, votes, *rest):
+    add(votes, *rest)
+    votes *= 0.5
+
+
+def keep_the_first(choose, votes, *rest):
+    return torch.arange(choose(votes, *rest).shape[1]).repeat(len(votes), 1)
+
+
+def keep_the_worst(choose, votes, *rest):
+    return choose(-votes, *rest)
+
+
+def move_too_far(move, kept, prompt, cache):
+    move(kept.roll(1, dims=1), prompt, cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "faults"),
+    [
+        (None, None, []),
+        ("add_votes", halve, ["votes that are not the attention of the queries"]),
+        ("choose_tokens", keep_the_first, ["a token that is always kept is not"]),
+        ("choose_tokens", keep_the_worst, ["a token is kept instead of one with more votes"]),
+        ("_move", move_too_far, ["kept tokens that are not in their places, in blocks of 32 tokens"]),
+    ],
+)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([4.0, 0.0, 1.0, 9.0])])
+def test_the_referee_sees_compactions_that_err(monkeypatch, sinks, name, change, faults):
+    paged = make_batch([320, 70], 2, 16, 32)
+    if name is not None:
+        right = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *arguments: change(right, *arguments))
+    window = ObservationWindow(torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16(), 312)
+    found: list[str] = []
+    with watch_evictions(found.append) as moves:
+        prompt = PromptBlocks(paged.block_table[0], 320, 7)
+        base.compact_prompt(window, prompt, paged.cache, Softmax(0.25, 0.0, sinks), CompactionRule(8, 5, 4))
+    assert set(found) >= set(faults) if faults else not found
+    assert moves == [1]
+
+
 def test_log_probabilities_are_compared_up_to_where_continuations_part():
     dense = Continuation([5, 6, 7], [{5: -0.5, 9: -2.0}, {6: -0.25, 8: -0.3125}, {7: -0.1, 5: -3.0}])
     same = replace(dense, logprobs=[{5: -0.5}, {6: -0.375}, {7: -0.1}])
@@ -109,11 +154,14 @@ def test_who_is_to_blame_for_an_exception():
 
 def test_every_preset_of_a_backend_is_a_way():
     of_prompts = {"unique_prefill", "zipvl", "zipvl_paper"}  # they do not change decode steps
-    # They drop tokens, and are refused for many families.
-    shrinking = {"snapkv", "snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o"}
+    # The same kernels as those of the ways with compaction.
+    shrinking = {"snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o"}
+    between_steps = {"h2o, every", "r_kv, every"}
     drafting = {"lossless"}  # answers are dense, and it is refused for many families
     elsewhere = {"unique_offload"}  # on a CPU its decode steps are those of unique
-    assert set(WAYS) == {*BACKENDS.values(), "every page"} - of_prompts - shrinking - drafting - elsewhere
+    assert (
+        set(WAYS) == {*BACKENDS.values(), "every page", *between_steps} - of_prompts - shrinking - drafting - elsewhere
+    )
     assert len({family.name for family in FAMILIES.values()}) == len(FAMILIES)
 
 

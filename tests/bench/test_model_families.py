@@ -10,6 +10,13 @@ from support.engines import collect_in_fresh_process, in_fresh_process
 from bench.robustness.families.cells import OK
 
 WAYS = "unique", "every page"
+COMPACTING = "snapkv", "h2o, every", "r_kv, every"
+
+
+@pytest.mark.parametrize("family", ["gemma_3", "gpt_oss"])
+def test_a_family_keeps_the_tokens_that_the_reference_keeps(family):
+    cells = collect_in_fresh_process(run_family, family, COMPACTING)
+    assert [(cell.way, cell.status, cell.reason) for cell in cells] == [(way, OK, "") for way in COMPACTING]
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama_4", "gemma_3n", "qwen3_next"])

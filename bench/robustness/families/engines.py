@@ -148,10 +148,13 @@ class FamilyRun:
         way, cell = WAYS[name], Cell(self.family.key, name, OK)
 
         def serve() -> Cell:
+            from bench.robustness.families.evictions import watch_evictions
             from bench.robustness.families.referee import watch
 
-            with watch() as referee:
+            with watch() as referee, watch_evictions(referee.note) as moves:
                 found = self._decode(way.arguments)
+            if bool(moves[0]) != way.evicts:
+                referee.note(f"layers moved tokens {moves[0]} times")
             dense = self.dense()
             served = replace(
                 cell,

@@ -57,7 +57,7 @@ class Referee:
             expected = [reference_output(each, batch, cache, softmax) for each in _borderline(plan)]
             self._compare(output.float(), torch.stack(expected))
         except JudgementError as error:
-            self._note(error)
+            self.note(str(error))
 
     def judge_statistics(self, block_table: torch.Tensor, seq_lens: torch.Tensor, cache: KVCache) -> None:
         """Compares the statistics of a dense layer's pages with those of its keys."""
@@ -66,11 +66,12 @@ class Referee:
         try:
             _check_records(block_table, seq_lens, cache.keys, cache.statistics)
         except JudgementError as error:
-            self._note(error)
+            self.note(str(error))
 
-    def _note(self, error: JudgementError) -> None:
-        if str(error) not in self.faults:
-            self.faults.append(str(error))
+    def note(self, fault: str) -> None:
+        """Adds a fault, once."""
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def _compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compares outputs with the allowed ones, `[allowed, ...]`: each head with the nearest."""

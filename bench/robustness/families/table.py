@@ -283,7 +283,9 @@ class Way:
     judged: bool = True
     """Whether the long context decodes in this project's kernels."""
     selects: bool = False
-    """Whether only some pages of the long context are read."""
+    """Whether only some tokens of the long context are read."""
+    evicts: bool = False
+    """Whether tokens of the long context are given back."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -293,6 +295,11 @@ class Way:
 
 def _selecting(preset: str, **more: object) -> Way:
     return Way(preset, {"selection": {"budget_tokens": BUDGET}, "min_context_tokens": 16, **more}, selects=True)
+
+
+def _keeping(method: str, preset: str, **more: object) -> Way:
+    compaction = {"method": method, "budget_tokens": BUDGET, "min_context_tokens": 0, **more}
+    return Way(preset, {"compaction": compaction}, judged=False, selects=True, evicts=True)
 
 
 _ABOVE_SHORT = BUDGET + 1
@@ -318,6 +325,10 @@ WAYS: Mapping[str, Way] = {
             "min_context_tokens": _ABOVE_SHORT,
         },
     ),
+    # Beyond the budget, the referee compares votes, kept tokens and moved rows with a reference.
+    "snapkv": _keeping("snapkv", "dense", window_tokens=16),
+    "h2o, every": _keeping("h2o", "dense", every=16),
+    "r_kv, every": _keeping("r_kv", "dense", every=16),
     "every page": Way(
         "dense", {"stopping": {"patience": 0, "block_tokens": 64}, "min_context_tokens": 16}, bits=False
     ),
