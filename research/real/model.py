@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -74,7 +74,9 @@ class Llama:
             from transformers import AutoConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**config), self.device)
+            others: dict[str, Any] = {name: value for name, value in config.items() if name != "model_type"}
+            read = AutoConfig.for_model(str(config["model_type"]), **others)
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](read, self.device)
             return frequencies, factor
         if kind != "default" or config.get("rope_scaling"):
             raise ConfigurationError("model: got scaled positions, allowed: plain ones, or YaRN in rope_parameters")

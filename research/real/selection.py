@@ -150,10 +150,10 @@ def measure_levels(found: Captured, scale: float) -> Iterator[dict[str, Any]]:
                 pages = chosen(scores, layer.complete, budget)
                 taken = torch.zeros_like(layer.mass).scatter_add(-1, pages.clamp(min=0), (pages >= 0).float())
                 flat = first.setdefault(budget, taken)
-                mass = (layer.mass * taken).sum(dim=-1) + layer.rest
+                masses = (layer.mass * taken).sum(dim=-1) + layer.rest
                 yield {
                     "ranked_by": kind, "refined": refined, "scored": scored.mean().item(), "pages": budget,
-                    "mass": mass.mean().item(), "shared": ((flat * taken).sum() / flat.sum()).item(),
+                    "mass": masses.mean().item(), "shared": ((flat * taken).sum() / flat.sum()).item(),
                 }  # fmt: skip
 
 

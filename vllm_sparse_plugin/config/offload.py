@@ -32,7 +32,7 @@ class Offload(Section):
     """Host memory for keys and values of all workers, such as `200GiB`. `auto`: 70 % of the free memory; on a CPU
     what vLLM chooses."""
 
-    hot_pages: Annotated[float, Field(ge=0, le=1024)] = 4.0
+    hot_pages: Annotated[float, Field(ge=0, le=1024)] = 16.0
     """Copies of pages in free GPU memory, in multiples of what `max_num_seqs` requests read in a step. 0: none. Ignored
     on a CPU."""
 
