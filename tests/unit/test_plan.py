@@ -62,7 +62,7 @@ def test_offloading_divides_both_memories(folder):
     assert rows_of(output)["unique_offload"][3] == "1,310,720"
     assert (
         "unique_offload: 160.0 GiB of host memory; on the GPU 10.0 GiB of page statistics, 1.0 GiB of buffers for "
-        "prompts and 4.0 GiB of copies of pages; a request adds up to 2.8 ms to a step (no page has a copy), 0.28 ms "
+        "prompts and 16.0 GiB of copies of pages; a request adds up to 2.8 ms to a step (no page has a copy), 0.28 ms "
         "if nine of ten have one"
     ) in output
     settings = json.dumps({"sparse_attention": {"offload": {"host_memory": "16GiB", "hot_pages": 0}}})
