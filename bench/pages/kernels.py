@@ -11,6 +11,7 @@ _FOLDER = RESULTS / "h200" / "kernels"
 STOP = _FOLDER / "stop.jsonl"
 BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
+LEVELED = _FOLDER / "leveled.jsonl"
 RIVALS = ("FlashAttention 3", "FlashInfer")
 _STOP_CONTEXTS = ("8K", "32K", "128K")
 
@@ -38,6 +39,19 @@ def kernels_gpu() -> Block:
             others = (f"{us[rival]:.1f} ({us[rival] / ours:.1f}x)" for rival in RIVALS)
             rows.append([context, str(batch), f"{ours:.1f}", *others])
     return Block(table(["context", "requests", "`unique`, quarters, µs", *RIVALS], rows), [path])
+
+
+def leveled() -> Block:
+    """The attention of a decode step with flat records and in two levels."""
+    times, rows = read_times(LEVELED), []
+    for batch in (1, 6):
+        for context in ("32K", "128K"):
+            flat, levels = (
+                times["decode", f"{batch}q1s{context} g4{kind}"]["unique"]["cold"]["median_us"]
+                for kind in ("", " leveled")
+            )
+            rows.append([f"{batch} x {context}", f"{flat:.1f}", f"{levels:.1f}", f"{levels / flat:.2f}"])
+    return Block(table(["requests", "`quarters`, µs", "two levels, µs", "ratio"], rows), [LEVELED])
 
 
 def budgets_by_request() -> Block:

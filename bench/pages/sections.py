@@ -82,6 +82,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "offload-conversations": offload.conversations,
     "kernels-gpu": kernels.kernels_gpu,
     "budgets-by-request": kernels.budgets_by_request,
+    "leveled-speed": kernels.leveled,
     "coverage-cost": kernels.coverage_cost,
     "stop-gpu": kernels.stop_gpu,
     "compaction-answers": compaction.answers,
