@@ -54,20 +54,28 @@ class Pool:
     """vLLM's manager of a cache, and requests of a scheduler."""
 
     def __init__(
-        self, retention: Retention, num_blocks: int = 400, caching: bool = True, beside: tuple[KVCacheSpec, ...] = ()
+        self,
+        retention: Retention,
+        num_blocks: int = 400,
+        caching: bool = True,
+        beside: tuple[KVCacheSpec, ...] = (),
+        interval: int | None = None,
     ) -> None:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        specs = spread({f"layer {index}": compacted(SPEC, retention) for index in range(4)})
+        others = {f"other {index}": spec for index, spec in enumerate(beside)}
+        specs = spread({**others, **{f"layer {index}": compacted(SPEC, retention) for index in range(4)}})
+        # Layers of other kinds may come first.
+        tables = [KVCacheGroupSpec([name], specs.pop(name)) for name in others]
         # Layers with equal retention form a group, as in vLLM.
         groups = {spec: [name for name, other in specs.items() if other == spec] for spec in specs.values()}
         assert all(isinstance(spec, CompactSpec) for spec in groups)
         self.retention = retention
-        # Layers of other kinds may come first.
-        tables = [KVCacheGroupSpec([f"other {index}"], spec) for index, spec in enumerate(beside)]
         tables += [KVCacheGroupSpec(of, spec) for spec, of in groups.items()]
         self.beside = len(beside)
-        config = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=tables)
+        config = KVCacheConfig(
+            num_blocks, kv_cache_tensors=[], kv_cache_groups=tables, prefix_cache_retention_interval=interval
+        )
         self.retentions = [spec.retention for spec in groups]
         self.manager = KVCacheManager(
             config, max_model_len=4096, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=caching
@@ -96,7 +104,7 @@ class Pool:
 
     def admit(self, request: Request) -> int | None:
         """Finds a hit, and returns its tokens; None without room for the rest."""
-        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        blocks, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         if self.manager.allocate_slots(request, min(32, request.num_tokens - hit), hit, blocks) is None:
             return None
         request.num_computed_tokens = min(hit + 32, request.num_tokens)
@@ -329,6 +337,26 @@ def test_layers_with_a_window_keep_their_own_blocks_and_hits_are_those_of_layers
     for request in requests:
         pool.manager.free(request)
     assert pool.free == pool.all
+
+
+def test_layers_with_a_window_share_no_tokens_that_are_computed_behind_a_compaction():
+    """A later prompt may hold the answer. It computes it with the whole context."""
+    for retention in (MOVING, SLIDING, REPEATING):
+        pool = Pool(retention, beside=WINDOWS)
+        request = pool.request("a", WORDS[:500])
+        pool.run(request, 200)
+        window = pool.manager.get_block_ids("a")[0]
+        assert len([block for block in window[500 // BLOCK :] if block]) > 4
+        assert not pool.hashed(set(window[500 // BLOCK :]))
+
+
+@pytest.mark.parametrize("interval", [0, None])
+@pytest.mark.parametrize(("retention", "hit"), [(MOVING, 448), (FALLING, 320), (SLIDING, 496)])
+def test_layers_with_a_window_keep_what_the_next_hit_needs(retention, hit, interval):
+    """By default vLLM keeps their blocks before the end of a prompt only."""
+    pool = Pool(retention, beside=WINDOWS, interval=interval)
+    requests = [pool.request(name, WORDS[:length]) for name, length in (("a", 500), ("b", 500), ("c", 800))]
+    assert [pool.run(request, 3) for request in requests] == [0, hit, hit]
 
 
 def test_a_prompt_that_keeps_everything_is_vllms_own():

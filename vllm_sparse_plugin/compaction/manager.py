@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
@@ -23,8 +23,6 @@ from vllm_sparse_plugin.config import Retention, requests_at_once
 from vllm_sparse_plugin.metrics.live import count_freed_blocks
 
 logger = init_logger(f"vllm.{__name__}")
-_first_groups: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
-"""The first group of layers with a `CompactSpec`, by pool."""
 _LENGTHS = 2048, 8192, 32768
 """Prompt lengths, in tokens, for which the log at start says how many requests fit."""
 
@@ -64,6 +62,22 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BesideSpec(SlidingWindowSpec):  # type: ignore[misc]
+    """The cache of a layer with a sliding window, beside layers with a `CompactSpec`."""
+
+
+class _FirstGroup(NamedTuple):
+    """The first group of layers with a `CompactSpec`."""
+
+    number: int
+    spec: CompactSpec
+
+
+_first_groups: WeakKeyDictionary[BlockPool, _FirstGroup] = WeakKeyDictionary()
+"""By pool."""
+
+
 class _Running(NamedTuple):
     """The manager's record of a request that holds blocks."""
 
@@ -90,8 +104,8 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, *args, **kwargs)
         self._running: dict[str, _Running] = {}
         self._requests: dict[str, Request] = {}
-        first = _first_groups.setdefault(self.block_pool, self.kv_cache_group_id)
-        if self.kv_cache_group_id == first and kv_cache_spec.is_alone:
+        first = _first_groups.setdefault(self.block_pool, _FirstGroup(self.kv_cache_group_id, kv_cache_spec))
+        if self.kv_cache_group_id == first.number and kv_cache_spec.is_alone:
             logger.info("compaction: %s", capacity(kv_cache_spec, self.block_pool.num_gpu_blocks))
 
     @classmethod
@@ -100,7 +114,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Finds the longest hit before the blocks that kept tokens will move into; see vLLM for the arguments."""
         spec: CompactSpec = kwargs["kv_cache_spec"]
-        if _first_groups[kwargs["block_pool"]] in kwargs["kv_cache_group_ids"]:
+        if _first_groups[kwargs["block_pool"]].number in kwargs["kv_cache_group_ids"]:
             # vLLM asks for all tokens except the last, and for none for a request with output
             # (`pop_blocks_for_free`). Layers that attend to the whole context come first, and all of them keep a part.
             # It asks later groups for at most the hit of earlier ones.
@@ -167,6 +181,34 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         return self._running.setdefault(request_id, _Running(prompt_tokens))
 
 
+class BesideManager(SlidingWindowManager):  # type: ignore[misc]
+    """Shares the blocks of prompts, and keeps those that a clipped hit needs.
+
+    Decoded tokens attend to what other layers keep, so their keys differ from those of a prompt with the same tokens.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prompt_tokens: dict[str, int] = {}
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Hashes blocks of the prompt; of these vLLM leaves out blocks that no hit needs."""
+        # P of a running request does not grow.
+        prompt_tokens = self._prompt_tokens.setdefault(request.request_id, request.num_prompt_tokens)
+        spec = _first_groups[self.block_pool].spec
+        shared = min(retention.shared_tokens(prompt_tokens, spec.block_size) for retention in spec.of_model)
+        if shared < prompt_tokens:
+            # vLLM expects the next hit to end where the prompt does.
+            kwargs["replay_boundaries"] = (shared,)
+        super().cache_blocks(request, min(num_tokens, prompt_tokens), *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Removes a request that ends or is preempted, and returns its blocks."""
+        self._prompt_tokens.pop(request_id, None)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+
 def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:
     """Returns a specification that keeps a part of each prompt.
 
@@ -200,7 +242,8 @@ def capacity(spec: CompactSpec, num_blocks: int) -> str:
 
 
 def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Returns the specifications of a model's layers, each with its budget if layers share one.
+    """Returns the specifications of a model's layers, each with its budget if layers share one, and those of layers
+    beside them.
 
     Args:
         specs: by layer name, in the order of the model.
@@ -212,6 +255,8 @@ def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     classes = tuple(dict.fromkeys(retentions))
     is_alone = len(compact) == len(specs)
     spreading = {
+        name: replace_as(spec, BesideSpec) for name, spec in specs.items() if type(spec) is SlidingWindowSpec
+    } | {
         name: replace(spec, retention=retention, classes=classes, is_alone=is_alone)
         for (name, spec), retention in zip(compact.items(), retentions, strict=True)
     }
@@ -222,6 +267,7 @@ def _register() -> None:
     # vLLM must register its own specifications before the first foreign one. Otherwise a worker never has them.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(CompactSpec, CompactManager, uniform_type_base_spec=CompactSpec)
+    KVCacheSpecRegistry.register(BesideSpec, BesideManager, uniform_type_base_spec=SlidingWindowSpec)
 
 
 _register()
