@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_next")
 """Model types with state-space layers that tests serve with compaction."""
-_FULL = "full_attention"
-"""Name of layers that attend to the whole context, in `layer_types`."""
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+"""Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""
 
 
 NOISE = "DecodeBenchConnector"
@@ -58,9 +58,12 @@ def unmixed_blocks(vllm_config: VllmConfig) -> Iterator[str]:
             yield f"{architecture} with state-space layers and prefix caching"
     elif _FULL not in kinds:
         yield f"{architecture} without a layer that attends to the whole context"
+    elif kinds - {_FULL, _WINDOW}:
+        # Their blocks of decoded tokens would be hits of prompts.
+        yield f"{architecture} with layers of a chunk"
     elif kinds > {_FULL} and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         # vLLM then gives all layers the blocks of those that attend to the whole context.
-        yield f"{architecture} with layers of a sliding window or a chunk and one block table for all layers"
+        yield f"{architecture} with layers of a sliding window and one block table for all layers"
 
 
 def layers_over_everything(vllm_config: VllmConfig) -> int:
@@ -74,7 +77,7 @@ def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
     """Returns the kinds of a model's layers, as transformers names them."""
     model = vllm_config.model_config
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    return kinds or {_FULL if model.get_sliding_window() is None else "sliding_attention"}
+    return kinds or {_FULL if model.get_sliding_window() is None else _WINDOW}
 
 
 def shared_caches(vllm_config: VllmConfig) -> Iterator[str]:

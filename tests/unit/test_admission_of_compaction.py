@@ -18,7 +18,12 @@ NOT_COMPACTED = {
     "windows": (
         {"disable_hybrid_kv_cache_manager": True},
         WINDOWS,
-        "LlamaForCausalLM with layers of a sliding window or a chunk and one block table for all layers",
+        "LlamaForCausalLM with layers of a sliding window and one block table for all layers",
+    ),
+    "chunks": (
+        {},
+        {"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 64},
+        "LlamaForCausalLM with layers of a chunk",
     ),
     "one window": (
         {}, {"sliding_window": 64}, "LlamaForCausalLM without a layer that attends to the whole context"
