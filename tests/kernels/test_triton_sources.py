@@ -171,7 +171,8 @@ for head_size, dtype in shapes:
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).to(dtype), 8, None, *[torch.ones(1)] * 2)
     caches, kept = LayerCaches((cache, cache)), torch.zeros(2, 8, 128).long()
     table, query = torch.zeros(5).int(), torch.zeros(2, 8, 32, head_size).to(dtype)
-    evictions.add_votes(torch.zeros(2, 8, 200), query, 192, table, caches, Softmax(0.1, 20.0), torch.ones(2))
+    softmax = [Softmax(0.1, 20.0, torch.zeros(32) if head_size > 96 else None)] * 2
+    evictions.add_votes(torch.zeros(2, 8, 200), query, 192, table, caches, softmax, torch.ones(2))
     evictions.mean_similarity(table, 200, caches)
     evictions.move_in_place(kept, table, 1, caches)
     evictions.write_queries(query[0], torch.zeros(8).int(), query[0].clone())
