@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every kind of statistics, on the oldest and newest architecture, without a GPU."""
+"""Every Triton kernel compiles on the oldest and newest architecture, on the newest for every shape, without a GPU."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -71,8 +71,13 @@ from sparse_kernels.rolling_attention import RollingWindow, Rotation, triton as 
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
-# Head sizes for the oldest architecture, where a kernel is compiled for many: the largest, and one that is padded.
+# Head sizes for the oldest architecture: the largest, and one that is padded.
 OF_OLDEST = (96, 256)
+
+
+def of_architecture(*shapes):
+    # Shapes begin with the head size.
+    return [shape for shape in shapes if sys.argv[1] != "80" or shape[0] in OF_OLDEST]
 
 
 class Compile:
@@ -87,7 +92,6 @@ class Compile:
         print(len(compiled.asm["cubin"]), compiled.metadata.shared)
 
 
-is_oldest = sys.argv[1] == "80"
 write._write_cache, scores._page_score = Compile(write._write_cache), Compile(scores._page_score)
 leveled._first_scores, leveled._refine = Compile(leveled._first_scores), Compile(leveled._refine)
 for kind in KINDS.values():
@@ -104,7 +108,7 @@ for kind in KINDS.values():
     launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 3200).bfloat16())
 
 rows_of._attend_piece = Compile(rows_of._attend_piece)
-for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
+for head_size, group, page in of_architecture((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
     cache = KVCache.from_rows(torch.zeros(4, 2, 64, 2 * head_size).bfloat16(), page)
     query = torch.zeros(1, 2, group, head_size).bfloat16()
     token = QueryTokens(query, torch.zeros(1, 4).long(), torch.zeros(1).long())
@@ -113,7 +117,7 @@ for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 1
 
 several._attend_piece, several._add_pieces = Compile(several._attend_piece), Compile(several._add_pieces)
 shapes = (64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64), (256, 8, torch.bfloat16, 64)
-for head_size, group, dtype, block in shapes:
+for head_size, group, dtype, block in of_architecture(*shapes):
     cache = KVCache.from_rows(torch.zeros(4, 2, block, 2 * head_size).to(dtype), 8)
     query, table = torch.zeros(27, 2 * group, head_size).to(dtype), torch.zeros(3, 300).int()
     several.multi_token_decode(
@@ -127,9 +131,10 @@ for place in sys.argv[2].split():
     setattr(module, name, Compile(getattr(module, name)))
 prompts = Prompts(torch.tensor([0, 64]).int(), torch.zeros(1, 4).int(), torch.tensor([256]).int(), (64,), (256,))
 masses = BlockRule(dense_tokens=64, least_blocks=2)
-shapes = [(kind, 128, masses) for kind in KINDS.values()]
-shapes += [(KINDS["quarters"], 64, masses), (KINDS["quarters"], 256, BlockRule(coverage=0.9, dense_tokens=64))]
-for kind, head_size, rule in shapes:
+shapes = [(128, kind, masses) for kind in KINDS.values()]
+shapes += [(64, KINDS["quarters"], masses), (256, KINDS["mean_and_spread"], masses)]
+shapes += [(256, KINDS["quarters"], BlockRule(coverage=0.9, dense_tokens=64))]
+for head_size, kind, rule in of_architecture(*shapes):
     layout = StatisticsLayout(8, head_size, kind.formats[0], kind=kind)
     cache = torch.zeros(4, 8, 64 + layout.rows(64), 2 * head_size).bfloat16()
     cache = KVCache.from_rows(cache[:, :, :64], 8, layout.views(cache[:, :, 64:], 64))
@@ -143,7 +148,7 @@ for place in sys.argv[4:]:
     module, name = place.split(".")
     module = importlib.import_module(f"{prefill.__name__}.{module}")
     setattr(module, name, Compile(getattr(module, name)))
-for head_size in (64, 128, 256):
+for (head_size,) in of_architecture((64,), (128,), (256,)):
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 8)
     starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
     batch = PrefillBatch(
@@ -165,9 +170,7 @@ for name in sys.argv[3].split():
     setattr(evictions, name, Compile(getattr(evictions, name)))
 # Triton has no float8 before compute capability 8.9.
 shapes = [(64, torch.float8_e4m3fn), (96, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)]
-for head_size, dtype in shapes:
-    if is_oldest and head_size not in OF_OLDEST:
-        continue
+for head_size, dtype in of_architecture(*shapes):
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).to(dtype), 8, None, *[torch.ones(1)] * 2)
     caches, kept = LayerCaches((cache, cache)), torch.zeros(2, 8, 128).long()
     table, query = torch.zeros(5).int(), torch.zeros(2, 8, 32, head_size).to(dtype)
@@ -177,16 +180,15 @@ for head_size, dtype in shapes:
     evictions.move_in_place(kept, table, 1, caches)
     evictions.write_queries(query[0], torch.zeros(8).int(), query[0].clone())
 rolling._attend = Compile(rolling._attend)
-for head_size in OF_OLDEST if is_oldest else (64, 96, 128, 256):
-    for queries, softcap in ((1, 0.0), (500, 20.0)):
-        cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 16)
-        query = torch.zeros(20, 48, head_size).bfloat16()[:, :32]
-        starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
-        rolling.attend_rolling(
-            PrefillBatch(query, starts, torch.zeros(2, 4).int(), lengths, queries, 256), cache, Softmax(0.1, softcap),
-            RollingWindow(4, 48, 48), Rotation(torch.zeros(256, 64).bfloat16(), interleaved=queries > 1),
-            torch.zeros_like(query),
-        )
+for head_size, queries, softcap in of_architecture((64, 500, 20.0), (96, 1, 0.0), (128, 1, 0.0), (256, 500, 20.0)):
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 16)
+    query = torch.zeros(20, 48, head_size).bfloat16()[:, :32]
+    starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
+    rolling.attend_rolling(
+        PrefillBatch(query, starts, torch.zeros(2, 4).int(), lengths, queries, 256), cache, Softmax(0.1, softcap),
+        RollingWindow(4, 48, 48), Rotation(torch.zeros(256, 64).bfloat16(), interleaved=queries > 1),
+        torch.zeros_like(query),
+    )
 """
 
 
@@ -207,12 +209,14 @@ def compiled() -> Iterator[Callable[..., int]]:
 @pytest.mark.parametrize("architecture", ["80", "90"])
 def test_compiles(compiled: Callable[..., int], architecture: str) -> None:
     of_decode = len(KINDS) + sum(2 * kind.is_leveled + (not kind.is_fused) for kind in KINDS.values())
-    # Three head sizes, two forms.
-    of_prefill = 3 * 2 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_rows, of_several, sizes = 4, 6, 2 if architecture == "80" else 4
-    expected = of_decode + of_rows + of_several + of_prefill + 2 * len(COMPACTION)
-    # Rolling positions have two forms.
-    expected += sizes * (2 + len(EVICTION))
+    # Kernels by head sizes, and kinds of statistics; each form of sparse prefill, for each head size.
+    if architecture == "80":
+        of_rows, of_several, of_prefill, of_blocks, others = 2, 2, 2, 2, 2
+    else:
+        of_rows, of_several, of_prefill, of_blocks, others = 4, 6, 6, len(KINDS) + 3, 4
+    expected = of_decode + of_rows + of_several + of_prefill * len(PREFILL) + of_blocks * len(BLOCKS)
+    # Compaction has two data types. Kernels of rolling positions and of evictions have as many head sizes.
+    expected += 2 * len(COMPACTION) + others * (1 + len(EVICTION))
     assert compiled(CODE, architecture, " ".join(BLOCKS), " ".join(EVICTION), *PREFILL) == expected
 
 
