@@ -9,14 +9,11 @@ from support.engines import in_fresh_process
 
 H2O = {"method": "h2o", "every": 32}
 SNAPKV = {"method": "snapkv", "window_tokens": 16, "every": 32}
-PYRAMID = {"method": "pyramidkv", "window_tokens": 16}
-"""Two classes of layers, each with a block table."""
 
 
 @pytest.mark.parametrize(
     ("family", "compaction", "blocks", "length"),
     [
-        ("gemma_2", PYRAMID, 70, 500),
         ("gpt_oss", SNAPKV, 60, 500),
         ("lfm2", H2O, 60, 500),
     ],
@@ -27,7 +24,6 @@ def test_layers_of_the_whole_context_give_blocks_back_and_others_keep_theirs(fam
     assert len({token for answer in found["dense"] for token in answer}) > 5
     # Each request is asked twice.
     assert found["vllm_sparse_blocks_freed_sum"] >= 4 * len(found["crowd"])
-    assert found["vllm:num_preemptions_total"] > 0 or family != "gemma_2"
     assert found["vllm:kv_cache_usage_perc"] == 0
     # Reading a freed block would change answers.
     assert found["again"] == found["crowd"]

@@ -64,7 +64,7 @@ def run_beside_layers_of_other_kinds(
             found["crowd"] = ask(llm, crowd, 40)
             spoil_freed_blocks(llm)
             found["again"] = ask(llm, crowd, 40)
-    names = "vllm_sparse_blocks_freed_sum", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc"
+    names = "vllm_sparse_blocks_freed_sum", "vllm:kv_cache_usage_perc"
     return found | {name: sum_of_metric(metrics_text(), name) for name in names}
 
 
