@@ -55,6 +55,15 @@ def test_every_preset_has_a_row_and_compaction_fits_more(folder):
     assert shares["art"] == shares["sinkrouter"] == ["?", "100.0%"]
 
 
+def test_layers_of_other_kinds_are_named(folder):
+    sentence = "24 of 32 layers do not attend to the whole context; the numbers take all layers to do so"
+    assert "whole context;" not in run("--model", str(folder), *SIZES)
+    values = json.loads((folder / "config.json").read_text())
+    kinds = ["sliding_attention", "sliding_attention", "conv", "full_attention"] * 8
+    (folder / "config.json").write_text(json.dumps({"text_config": {**values, "layer_types": kinds}}))
+    assert sentence in run("--model", str(folder), *SIZES)
+
+
 def test_offloading_divides_both_memories(folder):
     host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--max-num-seqs", "8")
     output = run("--model", str(folder), *SIZES, "--context", "131072", *host)

@@ -128,7 +128,7 @@ def plan(
         Column("preset", no_wrap=True), "block", "keys read", "keys kept", "tokens of cache",
         *(f"requests of {prompt:,}" for prompt in prompts),
     )  # fmt: skip
-    host, notes = _bytes_of("host_memory", host_memory or "128GiB"), []
+    host, notes = _bytes_of("host_memory", host_memory or "128GiB"), [*_other_layers(folder)]
     for name, value, of_preset in _rows(settings, attention_backend.lower(), preset):
         try:
             config = resolve(value, of_preset, trained)
@@ -272,6 +272,18 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
         cache_dtype = _declared_dtype(model_config)
     expect_known("kv_cache_dtype", [cache_dtype], _CACHE_DTYPES)
     return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
+
+
+def _other_layers(folder: Path) -> Iterator[str]:
+    """Yield a sentence on the layers that do not attend to the whole context, if config.json names any."""
+    kinds = text_config(read_config(folder)).get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []
+    others = [kind for kind in kinds if kind != "full_attention"]
+    if others:
+        yield (
+            f"{len(others)} of {len(kinds)} layers do not attend to the whole context; the numbers take all layers to "
+            "do so, so they are no upper bounds"
+        )
 
 
 def _declared_dtype(config: Mapping[str, Any]) -> str:
