@@ -145,6 +145,19 @@ def _ordered(bits):
     return bits ^ 0xFFFF if bits & 0x8000 else bits | 0x8000
 
 
+@numba.njit(nogil=True)
+def _largest(keys, count, wanted):
+    """Returns the `wanted`-th largest of the first `count` keys, by bisection. A sort takes a second to compile."""
+    found = np.int32(0)
+    for bit in range(15, -1, -1):
+        tried, reached = found | np.int32(1 << bit), 0
+        for i in range(count):
+            reached += keys[i] >= tried
+        if reached >= wanted:
+            found = tried
+    return found
+
+
 @functools.cache
 def _levels_kernel(group_size: int, head_size: int) -> Any:
     """Compiles the kernel of leveled quarters for one model's shape, like `_kernel`."""
@@ -199,7 +212,7 @@ def _levels_kernel(group_size: int, head_size: int) -> Any:
                             count += 1
                     wanted = max((count * share + SHARE_UNITS - 1) // SHARE_UNITS, LEAST_OF_STRIPE)
                     if wanted < count:
-                        least[stripe] = np.sort(keys[:count])[count - wanted]
+                        least[stripe] = _largest(keys, count, wanted)
             for page in range(length):
                 stripe = page // pages_per_block % STRIPES
                 if least[stripe] > 0 and _ordered(scores[token, head, page]) < least[stripe]:
