@@ -14,6 +14,7 @@ _REAL = RESULTS / "cpu-2core" / "real"
 LONG = _REAL / "selection_gemma_32k.jsonl"
 COPIES = {
     "Gemma 3 270M": [_REAL / "selection_gemma.jsonl", LONG],
+    "SmolLM2-135M": [_REAL / "selection_smollm2.jsonl"],
     "needle-8m": [_REAL / "selection_needle-8m.jsonl"],
 }
 """Result files by model."""
