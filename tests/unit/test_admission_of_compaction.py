@@ -1,7 +1,6 @@
 import pytest
 from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
 
-from bench.robustness.families.table import FAMILIES
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
@@ -125,14 +124,3 @@ def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypa
 def test_a_hybrid_that_no_test_serves_is_not_compacted(folder):
     expected = "sparse_attention.compaction: got JambaForCausalLM with state-space layers, allowed with attention "
     assert refusal(folder("JambaForCausalLM"), **COMPACTING) == f"{expected}backend snapkv: null"
-
-
-def test_a_hybrid_compacts_without_prefix_caching(tmp_path):
-    FAMILIES["lfm2"].write(tmp_path)
-    given = {**COMPACTING, "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
-    admit(engine_config(str(tmp_path), **given, enable_prefix_caching=False), BACKENDS)
-    expected = (
-        "sparse_attention.compaction: got Lfm2ForCausalLM with state-space layers and prefix caching, allowed with "
-        "attention backend snapkv: null"
-    )
-    assert refusal(str(tmp_path), **given, enable_prefix_caching=True) == expected
