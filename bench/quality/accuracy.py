@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from bench.common.children import run_python
-from bench.common.console import open_console
+from bench.common.console import end_with, open_console
 from bench.common.engine import Variant, engine, exits_for_wrong_backend, parse_variants
 from bench.common.models import NEEDLE_8M, Model, load_tokenizer, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, split_values
@@ -177,10 +176,7 @@ def accuracy(
                 settings = settings[first + 1 :]
     for lines in tables(read_run(output).rows):
         console.print(lines)
-    for sentence in failed:
-        print(f"error: {sentence}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(3)
+    end_with(failed)
 
 
 def accuracy_engines(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:

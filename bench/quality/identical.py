@@ -6,7 +6,6 @@ python -m bench.quality identical --output identical.jsonl
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from bench.common.children import run_python
-from bench.common.console import open_console
+from bench.common.console import end_with, open_console
 from bench.common.continuations import Continuation, continuation, gap_at_first_difference
 from bench.common.engine import DENSE, Variant, engine, exits_for_wrong_backend, parse_variants
 from bench.common.models import NEEDLE_8M, library_tokens, load_tokenizer, open_model
@@ -107,10 +106,7 @@ def identical(
                 console.print(f"{each.name}: {row['identical']} of {row['prompts']}, others part at {row['parted']}")
                 if len(row["parted"]) > row["parted_at_ties"]:
                     failed.append(f"{each.name}: differs at a token that is not a tie")
-    for sentence in failed:
-        print(f"error: {sentence}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(3)
+    end_with(failed)
 
 
 def identical_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:

@@ -6,7 +6,6 @@ python -m bench.quality lossless --output lossless.jsonl
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from rich.table import Table
 
 from bench.common.children import run_python
-from bench.common.console import open_console
+from bench.common.console import end_with, open_console
 from bench.common.continuations import Continuation, continuation
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, exits_for_wrong_backend
 from bench.common.models import CHARS_PER_TOKEN, NEEDLE_8M, library_tokens, load_tokenizer, manual_tokens, open_model
@@ -171,10 +170,7 @@ def lossless(
         for _, _, lead in row["parted"]
         if lead > TIE
     ]
-    for sentence in failed:
-        print(f"error: {sentence}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(3)
+    end_with(failed)
 
 
 def _prompts(

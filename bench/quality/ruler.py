@@ -6,7 +6,6 @@ python -m bench.quality ruler --model MODEL --setting snapkv,h2o --decode-from p
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +14,14 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from bench.common.console import open_console
+from bench.common.console import end_with, open_console
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
-from bench.quality.settings import SHARES, Setting, evaluate
+from bench.quality.settings import DENSE, SHARES, Setting, evaluate
 from vllm_sparse_plugin.tools.arguments import parse_additional_config
 from vllm_sparse_plugin.tools.eval.statistics import estimate_mean
 from vllm_sparse_plugin.tools.models import folder_of
 from vllm_sparse_plugin.tools.provenance import describe_run
-
-DENSE = "dense"
 
 
 def ruler(
@@ -64,10 +61,7 @@ def ruler(
                 shares = {key: getattr(result, key) for key in SHARES}
                 file.write({**asked, "decode_from": decode_from, "chat": chat, "score": result.score, **shares})
     open_console().print(table(read_run(output).rows))
-    for sentence in failed:
-        print(f"error: {sentence}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(3)
+    end_with(failed)
 
 
 def table(rows: Sequence[Row]) -> Table:

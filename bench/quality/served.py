@@ -8,7 +8,6 @@ A line of the texts has `prompt`, whose newest tokens are decoded, and an option
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from bench.common.console import open_console
+from bench.common.console import end_with, open_console
 from bench.common.options import Commit, Output, TimeLimit, split_values
 from bench.common.results import ResultFile, Row, read_run
-from bench.quality.settings import SHARES, Setting, evaluate
+from bench.quality.settings import DENSE, SHARES, Setting, evaluate
 from vllm_sparse_plugin.tools.arguments import parse_additional_config, read_prompts
 from vllm_sparse_plugin.tools.eval.noise import MEASURES
 from vllm_sparse_plugin.tools.eval.results import Result
@@ -29,7 +28,7 @@ from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-DENSE, AGAIN = "dense", "dense-again"
+AGAIN = "dense-again"
 
 
 def served(
@@ -61,10 +60,7 @@ def served(
         for row in rows_of(found, kinds):
             file.write(row)
     open_console().print(table(read_run(output).rows))
-    for sentence in failed:
-        print(f"error: {sentence}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(3)
+    end_with(failed)
 
 
 def _kinds(texts: Path) -> dict[str, str]:

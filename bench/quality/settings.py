@@ -16,6 +16,8 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import budget_section, find_preset
 from vllm_sparse_plugin.tools.eval.results import Result, read_results
 
+DENSE = "dense"
+"""The name of the run with vLLM's own attention."""
 SHARES = ("kv_read_share", "key_read_share", "key_kept_share")
 """What a setting read and kept: fields of a result."""
 _BETWEEN_STARTS = 8.0

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.common.console import open_console
-from bench.common.results import ResultFile, read_runs
+from bench.common.console import print_tables
+from bench.common.results import ResultFile
 from research.real import decode, pages, prefill, reuse, routing, rules, selection, sinks
 from research.real.answers import measure_answers
 from research.real.model import Llama
@@ -157,13 +157,11 @@ def run(
 
 
 @app.command("table")
-def print_tables(
+def show(
     results: Annotated[list[Path], typer.Argument(help="Files of `run`, for one model.")],
 ) -> None:
     """Print the tables of result files."""
-    console = open_console()
-    for table in tables([row for path in results for run in read_runs(path) for row in run.rows]):
-        console.print(table)
+    print_tables(results, tables)
 
 
 def choose_arms(arms: str) -> dict[str, list[str]]:

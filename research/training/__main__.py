@@ -19,9 +19,9 @@ import torch
 import typer
 
 from bench.common.arms import BEFORE
-from bench.common.console import open_console
+from bench.common.console import print_tables
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, usable_device
-from bench.common.results import ResultFile, Row, read_runs
+from bench.common.results import ResultFile, Row
 from research.real.model import Llama
 from research.training import evaluate
 from research.training.arms import ARMS, OutOfTimeError, open_trainer, settings_of, train
@@ -144,12 +144,12 @@ def run(
         for (place, number), name in product(enumerate(map(int, seeds.split(","))), names):
             if name == BEFORE and place:
                 continue
-            begin, own = time.monotonic(), {"arm": name, "seed": number, "lora_rank": lora_rank}
+            begin, about_arm = time.monotonic(), {"arm": name, "seed": number, "lora_rank": lora_rank}
             folder = (models or Path(scratch)) / f"{name}-{lora_rank}-{number}"
             rows = measure_original() if name == BEFORE else train_and_measure(name, number, folder)
             try:
                 for row in rows:
-                    file.write(own | row | {"seconds": round(time.monotonic() - begin, 2)})
+                    file.write(about_arm | row | {"seconds": round(time.monotonic() - begin, 2)})
             except OutOfTimeError:
                 typer.echo(f"time is up in {name}, seed {number}", err=True)
                 raise typer.Exit(3) from None
@@ -157,13 +157,11 @@ def run(
 
 
 @app.command("table")
-def print_tables(
+def show(
     results: Annotated[list[Path], typer.Argument(help="Files of `run`, for one model.")],
 ) -> None:
     """Print the tables of result files."""
-    console = open_console()
-    for table in tables([row for path in results for run in read_runs(path) for row in run.rows]):
-        console.print(table)
+    print_tables(results, tables)
 
 
 def _dtype(device: str) -> torch.dtype:
