@@ -4,7 +4,19 @@ import pytest
 import torch
 from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
-from support.cuda import BEYOND, CASES, LONG, ON_GPU, Case, Inputs, assert_close, checked_scores, decode, in_pieces
+from support.cuda import (
+    BEYOND,
+    CASES,
+    LONG,
+    ON_GPU,
+    Case,
+    Inputs,
+    assert_a_graph_serves,
+    assert_close,
+    checked_scores,
+    decode,
+    in_pieces,
+)
 
 pytestmark = ON_GPU
 
@@ -63,16 +75,5 @@ def test_pieces_of_a_request_do_not_depend_on_its_neighbours(name: str, monkeypa
 
 @pytest.mark.parametrize("name", ["budget of 2,048 pages", "group of 32, routed", "131,072 pages and one"])
 def test_a_graph_of_several_launches_serves_other_lengths(name: str) -> None:
-    from sparse_kernels.sparse_decode import cuda
-
     case = (BEYOND | LONG)[name]
-    inputs = Inputs(case)
-    decode(inputs, case)
-    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
-    for less in (0, 1, 777):
-        inputs.seq_lens.copy_((torch.tensor(case.contexts) - less).clamp(min=0))
-        graph.replay()
-        assert torch.equal(out, decode(inputs, case))
+    assert_a_graph_serves(case, tuple(tuple(max(0, each - less) for each in case.contexts) for less in (0, 1, 777)))
