@@ -14,8 +14,6 @@ COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_next")
 """Model types with state-space layers that tests serve with compaction."""
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 """Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""
-
-
 NOISE = "DecodeBenchConnector"
 """The KV connector that fills blocks with noise, for time measurements."""
 

@@ -41,7 +41,7 @@ def changes(rows: Sequence[Row]) -> Items:
     """Return the share of each text's tokens that differ from dense attention before training, beyond its own noise."""
     found = _items(rows, "text", "same_as_before", ("text",))
     noise = _items(rows, "noise", "same_as_before", ("text",))[Cell(BEFORE, 0, None)]
-    return {cell: [own - same for own, same in zip(noise, values, strict=True)] for cell, values in found.items()}
+    return {cell: [first - same for first, same in zip(noise, values, strict=True)] for cell, values in found.items()}
 
 
 def weights_text(lora_rank: int) -> str:

@@ -116,7 +116,7 @@ class Answering:
         most = max(map(len, asked))
         given = torch.tensor([each + [0] * (most - len(each)) for each in asked], device=device)
         token, done = given[:, 0], torch.zeros(len(asked), dtype=torch.bool, device=device)
-        said = []
+        written = []
         for step in range(most + int(rooms.max()) - 1):
             position = self._lengths + step
             # Rows that are done go on without effect, within their room.
@@ -124,13 +124,13 @@ class Answering:
             hidden = model.hidden(token[:, None], position[:, None], self._attending(mask, position))
             best = model.logits(hidden[:, 0]).argmax(dim=-1)
             answers = step + 1 >= counts
-            said.append(torch.where(answers & ~done, best, -1))
+            written.append(torch.where(answers & ~done, best, -1))
             done = done | (answers & torch.isin(best, ends)) | (step + 2 > counts + rooms - 1)
             token = torch.where(answers, best, given[:, min(step + 1, most - 1)])
             # Reading the device at each step would make the host wait.
             if step % _STEPS_BETWEEN_READS == _STEPS_BETWEEN_READS - 1 and bool(done.all()):
                 break
-        rows = torch.stack(said, dim=1).tolist()
+        rows = torch.stack(written, dim=1).tolist()
         return [[token for token in row if token >= 0 and token not in end_tokens] for row in rows]
 
     def _attending(self, mask: PageMask | None, position: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -228,14 +228,14 @@ def measure_texts(
     found: dict[tuple[str, int | None], dict[str, list[float]]] = {}
     for number, text in enumerate(texts):
         reading = ReadText(model, text)
-        own: torch.Tensor | None = None
+        dense: torch.Tensor | None = None
         for budget in budgets:
-            said = reading.predict(None if budget is None else served.mask(None, budget), layout)
-            own = said.best if own is None else own
+            prediction = reading.predict(None if budget is None else served.mask(None, budget), layout)
+            dense = prediction.best if dense is None else dense
             row = found.setdefault((text.kind, budget), {"losses": [], "same_as_before": [], "same_as_dense": []})
-            row["losses"].append(round(said.loss, 5))
-            row["same_as_before"].append(_equal(said.best, before[number]))
-            row["same_as_dense"].append(_equal(said.best, own))
+            row["losses"].append(round(prediction.loss, 5))
+            row["same_as_before"].append(_equal(prediction.best, before[number]))
+            row["same_as_dense"].append(_equal(prediction.best, dense))
     for (kind, budget), values in found.items():
         yield {"part": "text", "text": kind, "budget_tokens": budget, **values}
 
@@ -305,8 +305,8 @@ def measure_questions(
         answering = Answering(model, part, layout, page_size)
         for budget in budgets:
             mask = None if budget is None else served.mask(None, budget)
-            for question, said in zip(part, answering.answer(mask, end_tokens, longest), strict=True):
-                score = string_match_all(decode(said), question.answers)
+            for question, answer in zip(part, answering.answer(mask, end_tokens, longest), strict=True):
+                score = string_match_all(decode(answer), question.answers)
                 scores.setdefault((question.context_tokens, question.task, budget), []).append(round(score, 4))
     for (context, task, budget), values in scores.items():
         about = {"part": "questions", "context_tokens": context, "task": task, "budget_tokens": budget}
