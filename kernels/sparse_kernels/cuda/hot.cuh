@@ -78,6 +78,8 @@ struct HotPages {
             }
             u32 fills = __ballot_sync(FULL, kept && !same);
             u32 hits = __ballot_sync(FULL, kept && same);
+            // `found` may write what `page_of` has read for other lanes.
+            __syncwarp();
             if (kept) found(i, set * WAYS + way);
             misses += __popc(__ballot_sync(FULL, exists && lane == leader && !(hits & of_page)));
             filled |= fills != 0;

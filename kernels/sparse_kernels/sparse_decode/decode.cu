@@ -237,7 +237,7 @@ struct Row {
         __syncthreads();
     }
 
-    // Copies the keys of the blocks of all peers.
+    // Copies the keys of the blocks of all peers, and what the owner of the last page has behind it: KEY_ABSENT.
     DEVICE void copy_blocks_of_peers(int num_pages) const {
         // As many keys are copied at once as are in one block.
         constexpr int AT_ONCE = PAGES_PER_BLOCK % 8 == 0 ? 8 : PAGES_PER_BLOCK % 2 == 0 ? 2 : 1;
@@ -249,9 +249,6 @@ struct Row {
             else if constexpr (AT_ONCE == 2) *(u32*)(keys + page) = Peers::load((const u32*)(keys + page), peer);
             else keys[page] = Peers::load(keys + page, peer);
         }
-        // A copy may have taken a key behind the last page.
-        __syncthreads();
-        if (thread < ceil_div(num_pages, 8) * 8 - num_pages) keys[num_pages + thread] = KEY_ABSENT;
     }
 
     // Reads the row's scores into `keys`.
@@ -334,7 +331,8 @@ struct Row {
             for (int first = 0; first < k; first += WARP) {
                 int page = first + lane < k ? selected[first + lane] : -1;
                 u32 listed = __ballot_sync(FULL, exists(page));
-                // All lanes have read their entries, and writes never go beyond the entries read.
+                // Writes never go beyond the entries that all lanes have read.
+                __syncwarp();
                 if (exists(page)) selected[count + __popc(listed & ((1u << lane) - 1))] = page;
                 count += __popc(listed);
                 __syncwarp();
