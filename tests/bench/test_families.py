@@ -11,6 +11,7 @@ from sparse_kernels.sparse_decode import sparse_decode
 from support.paged import PagedBatch, make_batch
 
 from bench.common.continuations import Continuation, logprob_error
+from bench.common.options import parse_names
 from bench.pages.families import FILES, families, read_cells
 from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED, Cell, unless_raised
 from bench.robustness.families.evictions import watch_evictions
@@ -152,11 +153,16 @@ def test_who_is_to_blame_for_an_exception():
     assert (vllms.status, vllms.reason) == (NOT_SERVED, "KeyError: 'theirs'")
 
 
+def test_each_name_can_be_chosen():
+    for option, names in (("family", FAMILIES), ("way", WAYS)):
+        assert parse_names(option, names, list(names)) == tuple(names)
+
+
 def test_every_preset_of_a_backend_is_a_way():
     of_prompts = {"unique_prefill", "zipvl", "zipvl_paper"}  # they do not change decode steps
     # The same kernels as those of the ways with compaction.
     shrinking = {"snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o"}
-    between_steps = {"h2o, every", "r_kv, every"}
+    between_steps = {"evicting h2o", "evicting r_kv"}
     drafting = {"lossless"}  # answers are dense, and it is refused for many families
     elsewhere = {"unique_offload"}  # on a CPU its decode steps are those of unique
     assert (

@@ -10,7 +10,7 @@ from support.engines import collect_in_fresh_process, in_fresh_process
 from bench.robustness.families.cells import OK
 
 WAYS = "unique", "every page"
-COMPACTING = "snapkv", "h2o, every", "r_kv, every"
+COMPACTING = "snapkv", "evicting h2o", "evicting r_kv"
 
 
 def test_a_family_keeps_the_tokens_that_the_reference_keeps():

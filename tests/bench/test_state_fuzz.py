@@ -29,7 +29,7 @@ CASES = (
     CROWDED,
     replace(CROWDED, policy="quest", block_size=64, num_blocks=14, drafts=2, chunk_tokens=48),
     replace(SMALL, policy="snapkv", is_async=False),
-    replace(SMALL, policy="h2o, every, and unique"),
+    replace(SMALL, policy="evicting h2o and unique"),
 )
 STEPS = 110
 
@@ -84,9 +84,9 @@ def vote_with_old_queries(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("damage", "policy", "fault"),
     [
-        (share_what_will_be_written, "random, every", "kept tokens are not held tokens"),
-        (keep_the_worst, "random, every", "an eviction keeps another token"),
-        (vote_with_old_queries, "snapkv, every", "an eviction keeps another token"),
+        (share_what_will_be_written, "evicting random", "kept tokens are not held tokens"),
+        (keep_the_worst, "evicting random", "an eviction keeps another token"),
+        (vote_with_old_queries, "evicting snapkv", "an eviction keeps another token"),
     ],
 )
 def test_compaction_that_errs_is_found(monkeypatch, damage, policy, fault):

@@ -327,8 +327,8 @@ WAYS: Mapping[str, Way] = {
     ),
     # Beyond the budget, the referee compares votes, kept tokens and moved rows with a reference.
     "snapkv": _keeping("snapkv", "dense", window_tokens=16),
-    "h2o, every": _keeping("h2o", "dense", every=16),
-    "r_kv, every": _keeping("r_kv", "dense", every=16),
+    "evicting h2o": _keeping("h2o", "dense", every=16),
+    "evicting r_kv": _keeping("r_kv", "dense", every=16),
     "every page": Way(
         "dense", {"stopping": {"patience": 0, "block_tokens": 64}, "min_context_tokens": 16}, bits=False
     ),

@@ -45,16 +45,16 @@ POLICIES = {
     "infllm": Policy("infllm"),
     "unique, leveled quarters": Policy("unique", (("statistics", "leveled_quarters"),), small_blocks=True),
     "snapkv": Policy("dense", small_blocks=True, compaction=_SNAPKV),
-    "snapkv, every": Policy("dense", small_blocks=True, compaction=(*_SNAPKV, _EVERY)),
-    "snapkv, every, and unique": Policy("unique", small_blocks=True, compaction=(*_SNAPKV, _EVERY)),
-    "snapkv, every, of everything": Policy(
+    "evicting snapkv": Policy("dense", small_blocks=True, compaction=(*_SNAPKV, _EVERY)),
+    "evicting snapkv and unique": Policy("unique", small_blocks=True, compaction=(*_SNAPKV, _EVERY)),
+    "evicting snapkv of everything": Policy(
         "dense", small_blocks=True, compaction=(*_SNAPKV, _EVERY, ("budget_tokens", MAX_MODEL_LEN))
     ),
     "h2o": Policy("dense", small_blocks=True, compaction=_H2O),
-    "h2o, every": Policy("dense", small_blocks=True, compaction=(*_H2O, _EVERY)),
-    "h2o, every, and unique": Policy("unique", small_blocks=True, compaction=(*_H2O, _EVERY)),
-    "r_kv, every": Policy("dense", small_blocks=True, compaction=(("method", "r_kv"), _EVERY)),
-    "random, every": Policy("dense", small_blocks=True, compaction=(("method", "random"), _EVERY)),
+    "evicting h2o": Policy("dense", small_blocks=True, compaction=(*_H2O, _EVERY)),
+    "evicting h2o and unique": Policy("unique", small_blocks=True, compaction=(*_H2O, _EVERY)),
+    "evicting r_kv": Policy("dense", small_blocks=True, compaction=(("method", "r_kv"), _EVERY)),
+    "evicting random": Policy("dense", small_blocks=True, compaction=(("method", "random"), _EVERY)),
     "streaming_llm and unique": Policy("unique", small_blocks=True, compaction=(("method", "streaming_llm"),)),
 }
 """By name. Consecutive seeds use them in turn."""
