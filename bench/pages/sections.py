@@ -81,6 +81,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "offload-long": offload.long,
     "offload-conversations": offload.conversations,
     "kernels-gpu": kernels.kernels_gpu,
+    "kernels-default": kernels.kernels_default,
     "budgets-by-request": kernels.budgets_by_request,
     "leveled-speed": kernels.leveled,
     "coverage-cost": kernels.coverage_cost,
