@@ -23,6 +23,7 @@ import typer
 from rich.table import Table
 
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, force_routing, parse_variants
+from bench.common.host_reads import host_reads, host_share
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
 from bench.common.results import Row
@@ -37,7 +38,6 @@ from bench.serving.variants import (
     variant_columns,
 )
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.metrics.live import HOST_READS, count_totals
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
@@ -127,17 +127,6 @@ def measure_batch(
     times = time_tokens(seconds, settings.new_tokens, settings.repeats)
     # The first call is the warm-up.
     return {**times, **host_share(reads[1], host_reads()), "prefill_seconds": round(prefill, 3)}
-
-
-def host_reads() -> tuple[float, int]:
-    """Returns the pages that decode steps of this process have read from host memory, and all pages that they read."""
-    return count_totals().get(HOST_READS[0].name, (0.0, 0))
-
-
-def host_share(before: tuple[float, int], after: tuple[float, int]) -> Row:
-    """The column of the share of pages that were read from host memory; none without offloading."""
-    pages = after[1] - before[1]
-    return {"host_read_share": round((after[0] - before[0]) / pages, 5)} if pages else {}
 
 
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:

@@ -20,10 +20,10 @@ from rich.table import Table
 from bench.common.children import run_python
 from bench.common.console import open_console
 from bench.common.engine import DECODE_GRAPHS, Variant, engine
+from bench.common.host_reads import host_reads, host_share
 from bench.common.models import open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes
 from bench.common.results import ResultFile, Row, read_run
-from bench.serving.decode import host_reads, host_share
 from bench.serving.variants import EngineSettings
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError

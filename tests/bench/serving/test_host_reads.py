@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.common.host_reads import host_share
 from bench.common.results import ResultFile, read_run
 from bench.serving import host_reads
 from bench.serving.__main__ import main as serving_main
-from bench.serving.decode import host_share
 from bench.serving.host_reads import HostReadSettings, host_reads_variant, read_batches, table
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
