@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
 from bench.quality.identical import identical, identical_engine
+from bench.quality.lookup import lookup, lookup_engine
 from bench.quality.lossless import lossless, lossless_engine
 from bench.quality.ruler import ruler
 from bench.quality.served import served
@@ -26,6 +27,8 @@ app.command()(identical)
 app.command(hidden=True)(identical_engine)
 app.command()(lossless)
 app.command(hidden=True)(lossless_engine)
+app.command()(lookup)
+app.command(hidden=True)(lookup_engine)
 app.command()(ruler)
 app.command()(served)
 
