@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+
 from bench.common.options import size_text
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, read_run
+from bench.common.results import RESULTS, Row, read_run, read_runs
 
 FOLDER = RESULTS / "h200" / "offload"
 STEPS = {
@@ -30,6 +32,8 @@ CONVERSATIONS = {
     "`unique_offload`": FOLDER / "again_offload.jsonl",
 }
 """Clients that return to their prompts, with a cache for two prompts on the GPU."""
+LOOKUP = FOLDER / "lookup.jsonl"
+"""Answers of a model whose right answers are known."""
 
 
 def steps() -> Block:
@@ -114,3 +118,26 @@ def conversations() -> Block:
         lines.append([name, str(row["running_most"]), f"{tokens:,.0f}", f"{tokens / base:.1f}x"])
     heads = ["attention", "requests at once", "output tokens per s", "ratio"]
     return Block(table(heads, lines), list(CONVERSATIONS.values()))
+
+
+def lookup() -> Block:
+    """Right answers to questions about whole contexts; empty if not measured."""
+    if not LOOKUP.exists():
+        return Block("")
+    groups: dict[tuple[str, int, int, float], list[Row]] = {}
+    for row in (row for run in read_runs(LOOKUP) for row in run.rows):
+        groups.setdefault((row["variant"], row["requests"], row["context_tokens"], row["kv_gib"]), []).append(row)
+    lines = []
+    for (variant, requests, context, gib), rows in groups.items():
+        right = sum(row["answer"] == row["right_answer"] for row in rows)
+        # The first questions wait for each other's prompts.
+        times = [row["ms_per_token"] for row in rows if row["needle"]]
+        shares = [row["host_read_share"] for row in rows if "host_read_share" in row]
+        share = f"{statistics.mean(shares):.0%}" if shares else "-"
+        load = f"{requests} x {size_text(context)}"
+        lines.append(
+            [f"`{variant}`", load, f"{gib:,.0f}", f"{right} of {len(rows)}", f"{statistics.median(times):.2f}", share]
+        )
+    about = "Needles from the start to the end of contexts, asked of a model with constructed weights:"
+    heads = ["attention", "requests", "keys and values, GiB", "right answers", "ms per token", "from the host"]
+    return Block(f"{about}\n\n{table(heads, lines)}", [LOOKUP])

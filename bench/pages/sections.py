@@ -79,6 +79,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "offload-first-tokens": offload.first_tokens,
     "offload-host-reads": offload.host_reads,
     "offload-long": offload.long,
+    "offload-lookup": offload.lookup,
     "offload-conversations": offload.conversations,
     "kernels-gpu": kernels.kernels_gpu,
     "kernels-default": kernels.kernels_default,

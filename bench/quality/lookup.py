@@ -142,8 +142,20 @@ def lookup_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
         ResultFile(Path(job.output)) as file,
         engine(model, variant, job.additional_config, **(options | job.engine_args)) as (llm, backend),
     ):
+        check_cache(llm, job)
         for row in _ask(llm, job):
             file.write(_columns(llm, job, model, variant, backend) | row)
+
+
+def check_cache(llm: LLM, job: Job) -> None:
+    """Raises ConfigurationError if the KV cache does not hold all requests at once."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    blocks, needed = cache.num_gpu_blocks - 1, job.requests * -(-job.context // cache.block_size)  # vLLM reserves one
+    if blocks < needed:
+        raise ConfigurationError(
+            f"requests: got {job.requests} of {job.context} tokens, allowed: as many as fit the KV cache of "
+            f"{blocks * cache.block_size} tokens"
+        )
 
 
 def _columns(llm: LLM, job: Job, model: Model, variant: Variant, backend: str) -> Row:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.engines import in_fresh_process
@@ -11,6 +12,7 @@ from bench.common.lookup import Shape, save_lookup
 from bench.common.results import ResultFile, read_run
 from bench.quality import lookup
 from bench.quality.__main__ import main as quality_main
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 CONTEXT, REQUESTS, NEEDLES, ANSWER = 2048, 2, 4, 4
@@ -72,6 +74,16 @@ def test_the_command_refuses(refused, tmp_path, case):
     assert refused(quality_main, "lookup", "--output", str(tmp_path / "out"), *ARGUMENTS, *arguments).startswith(
         sentence
     )
+
+
+def test_requests_that_do_not_fit_the_cache_together_are_refused(tmp_path):
+    job = _job(tmp_path, tmp_path / "out", "unique", None)
+    cache = SimpleNamespace(num_gpu_blocks=2 * CONTEXT // 64 + 1, block_size=64)
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)))
+    lookup.check_cache(engine, job)
+    cache.num_gpu_blocks -= 1
+    with pytest.raises(ConfigurationError, match=r"requests: got 2 of 2048 tokens, .* KV cache of 4032 tokens"):
+        lookup.check_cache(engine, job)
 
 
 def _engine(wrong, code):

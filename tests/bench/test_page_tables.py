@@ -13,6 +13,7 @@ from bench.pages import (
     figures,
     frontier,
     kernels,
+    offload,
     prefill,
     quality,
     real,
@@ -431,3 +432,22 @@ def test_copies_are_a_line_for_each_model_and_a_column_for_each_context(tmp_path
         "| B | 37.5%, 12.5% | 50.0%, 0.0% |",
     ]
     assert selection.copies().sources == [first, second]
+
+
+def test_right_answers_are_counted_by_engine_if_there_are_any(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "LOOKUP", tmp_path / "lookup.jsonl")
+    assert (offload.lookup().text, list(offload.lookup().sources)) == ("", [])
+    row = {
+        "requests": 1, "context_tokens": 1 << 20, "kv_gib": 32.0, "right_answer": [5], "answer": [5],
+        "ms_per_token": 2.0,
+    }  # fmt: skip
+    slow = {"needle": 0, "ms_per_token": 900.0, "host_read_share": 0.5}
+    write_run(
+        offload.LOOKUP,
+        row | {"variant": "flash_attn", "needle": 1},
+        *(row | {"variant": "unique_offload", **more} for more in (slow, {"needle": 1, "answer": [0]})),
+    )
+    assert offload.lookup().text.splitlines()[-2:] == [
+        "| `flash_attn` | 1 x 1024K | 32 | 1 of 1 | 2.00 | - |",
+        "| `unique_offload` | 1 x 1024K | 32 | 1 of 2 | 2.00 | 50% |",
+    ]
