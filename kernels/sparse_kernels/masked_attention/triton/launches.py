@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     """Keys, or vectors of pages, that a program handles at a time."""
     num_warps: int
     num_stages: int
-    """At least 2 for gradients of queries: log m of a tile must be loaded before any thread overwrites it."""
+    """At least 2 for gradients of keys: log m of a tile must be loaded before any thread overwrites it."""
 
 
 def _shape(call: Call, launch: Launch, device: torch.device) -> tuple[dict[str, int], int]:
