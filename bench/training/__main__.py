@@ -15,6 +15,7 @@ from rich.table import Table
 from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
 from bench.common.results import ResultFile, Row
+from bench.training.launches import Trial, launched, parse_trials
 from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.policies import UniqueSelection
@@ -36,6 +37,10 @@ HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
 Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
 Statistics = Annotated[str, typer.Option(help="Page statistics.")]
 ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} or the folder of a Llama.")]
+Launches = Annotated[
+    list[str] | None,
+    typer.Option("--launch", help="Also the soft mask with KERNEL=ROWSxCOLUMNSxWARPSxSTAGES, repeatable."),
+]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements per pass.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
 
@@ -50,6 +55,7 @@ def run(
     head_size: HeadSize = 128,
     budget_tokens: Budget = 512,
     statistics: Statistics = "quarters",
+    launch: Launches = None,
     repeats: Repeats = 10,
     device: Device = "cuda",
     time_limit: TimeLimit = 540,
@@ -62,6 +68,9 @@ def run(
     """
     end, device = time.monotonic() + time_limit, usable_device(device)
     names = parse_names("pass", passes, PASSES) if passes else PASSES
+    trials: list[Trial | None] = [None, *parse_trials(launch or [])]
+    usable = [name for name in names if is_available(name, device) and (name != "math" or device == "cpu")]
+    runs = [(name, trial) for name in usable for trial in (trials if name == "soft" else trials[:1])]
     settings = {"selection": {"budget_tokens": budget_tokens, "statistics": statistics}}
     selection = resolve(settings, "unique").selection
     assert isinstance(selection, UniqueSelection)
@@ -70,12 +79,13 @@ def run(
     with ResultFile(output, describe_run(commit=commit)) as file:
         for tokens in parse_sizes("context", context or _CONTEXTS):
             inputs = shape.draw(tokens, device)
-            for name in names:
-                if not is_available(name, device) or (name == "math" and device.startswith("cuda")):
-                    continue
+            for name, trial in runs:
                 if time.monotonic() > end:
                     break
-                row = _row(name, tokens, shape, selection) | _measured(name, inputs, selection, device, repeats)
+                with launched(trial):
+                    row = _row(name, tokens, shape, selection) | _measured(name, inputs, selection, device, repeats)
+                if trial is not None:
+                    row["pass"] = f"{name}, {trial}"
                 rows.append(row)
                 file.write(row)
     Console().print(_table(rows))

@@ -400,13 +400,10 @@ def test_kernels_of_the_soft_mask_in_many_parts(device, name, monkeypatch):
 
     # A part is a piece, a piece has several tiles, and a tile has the smallest shape of a product.
     monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
-    for module in (forward, launches, masks, score_gradients, scores):
+    for module in (backward, forward, launches, masks, score_gradients, scores):
         monkeypatch.setattr(module, "PIECE", 32)
-    for module, launch in (
-        (forward, "_FORWARD"), (backward, "_GRADIENTS"),
-        (score_gradients, "_SCORED_QUERIES"), (score_gradients, "_SCORED_RECORDS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, launch, launches.Launch(rows=32, columns=16, num_warps=4, num_stages=1))
+    for kernel in launches.LAUNCHES:
+        monkeypatch.setitem(launches.LAUNCHES, kernel, launches.Launch(rows=32, columns=16, num_warps=4, num_stages=1))
     lengths, mask, heads, group, size = CASES[name]
     inputs, mask = draw(sum(lengths), heads, group, size=size), replace(mask, temperature=0.5)
     assert_kernels_are_accurate(device, inputs, Packing(lengths), mask, "mean_and_spread")

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.masked_attention.triton.launches import Launch, keys_shape
+from sparse_kernels.masked_attention.triton.launches import LAUNCHES, keys_shape
 from sparse_kernels.masked_attention.triton.mask import load_pages, repeated, slope, soft_parts
 from sparse_kernels.masked_attention.triton.score_gradients import Sums, add_score_gradients, sum_places
 from sparse_kernels.masked_attention.triton.scores import (
@@ -26,7 +26,6 @@ _BITS = {2: 30, 4: 46}
 """The bound of a sum of a query's gradient is up to 2^_BITS steps, by the bytes of an element."""
 _LEAST_EXPONENT = -64
 """Smaller bounds have the step of 2^_LEAST_EXPONENT, because the number of steps must be finite."""
-_GRADIENTS = Launch(rows=64, columns=128, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -212,7 +211,7 @@ def gradients(
     of_query = torch.empty_like(query)
     of_key, of_value, of_vectors = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value, stored))
     of_spread = None if spread is None else torch.zeros_like(spread)
-    shape = keys_shape(call, _GRADIENTS, query.device)
+    shape = keys_shape(call, LAUNCHES["gradients"], query.device)
     tiles = call.tiles(shape["KEYS"], query.device)
     steps = _steps_of_rows(call, key, value, gradient)
     whole = torch.int32 if query.itemsize == 2 else torch.int64

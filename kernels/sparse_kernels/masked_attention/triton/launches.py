@@ -26,6 +26,15 @@ class Launch(NamedTuple):
     """At least 2 for gradients of keys: log m of a tile must be loaded before any thread overwrites it."""
 
 
+LAUNCHES = {
+    "forward": Launch(rows=128, columns=64, num_warps=8, num_stages=3),
+    "gradients": Launch(rows=64, columns=128, num_warps=8, num_stages=2),
+    "scored_queries": Launch(rows=128, columns=64, num_warps=8, num_stages=2),
+    "scored_records": Launch(rows=64, columns=128, num_warps=8, num_stages=2),
+}
+"""The launch of each kernel. A benchmark may try others."""
+
+
 def _shape(call: Call, launch: Launch, device: torch.device) -> tuple[dict[str, int], int]:
     """Returns the compile-time constants and launch settings of a kernel, and its columns."""
     shape = call.heads()

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.masked_attention.triton.launches import Launch, grid, vectors_shape
+from sparse_kernels.masked_attention.triton.launches import LAUNCHES, grid, vectors_shape
 from sparse_kernels.masked_attention.triton.mask import load_pages
 from sparse_kernels.masked_attention.triton.scores import (
     PIECE,
@@ -21,9 +21,6 @@ from sparse_kernels.masked_attention.triton.scores import (
     tile_of,
     tile_rows,
 )
-
-_SCORED_QUERIES = Launch(rows=128, columns=64, num_warps=8, num_stages=2)
-_SCORED_RECORDS = Launch(rows=64, columns=128, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -207,12 +204,12 @@ def add_score_gradients(
     """
     (stored, scales, _), (of_scores, winners, pieces, first_token) = records, part
     width = of_scores.shape[2]
-    shape = vectors_shape(call, _SCORED_QUERIES, query.device)
+    shape = vectors_shape(call, LAUNCHES["scored_queries"], query.device)
     _scored_queries[grid(call, pieces, shape)](
         stored, scales, of_scores, winners, *sums, of_query, *pieces, first_token, width,
         sums.whole[0].numel() // shape["DIMS"], call.scale, **shape, PIECE=PIECE,
     )  # fmt: skip
-    shape = vectors_shape(call, _SCORED_RECORDS, query.device)
+    shape = vectors_shape(call, LAUNCHES["scored_records"], query.device)
     tiles = call.tiles(shape["PAGES"] * call.mask.page_size, query.device)
     _scored_records[(len(tiles.start), call.num_kv_heads)](
         query, of_scores, winners, of_vectors, of_spread, *tiles, first_token, last_token, width,
