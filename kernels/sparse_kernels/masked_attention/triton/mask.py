@@ -77,7 +77,7 @@ def _soften(
             left = budget - sink_pages - recent_pages
             low = reached_by(key, left, -0x7FFFFFFF)
             is_tied = count_true(key >= low) > left
-            kept = tl.max(tl.max(tl.where(key == low, score, float("-inf")), axis=0), axis=0)
+            kept = tl.min(tl.min(tl.where(key >= low, score, float("inf")), axis=0), axis=0)
             below = tl.max(tl.max(tl.where(candidate & (key < low), score, float("-inf")), axis=0), axis=0)
             threshold = 0.5 * (kept + tl.where(is_tied, kept, below))
             tl.store(threshold_ptr, threshold)

@@ -86,7 +86,8 @@ def count_true(flags):
 
 @triton.jit
 def reached_by(key, number, least):
-    """Returns the largest value that at least `number` of the keys `[rows, columns]` reach; at least `least`.
+    """Returns a value that exactly `number` of the keys `[rows, columns]` reach; if ties leave none, the largest value
+    that more keys reach. It is at least `least`.
 
     `number` is at most the number of rows.
     """
@@ -95,8 +96,9 @@ def reached_by(key, number, least):
     low, high = tl.maximum(tl.min(largest, axis=0), least), tl.max(largest, axis=0) + 1
     while low + 1 < high:
         middle = (low & high) + ((low ^ high) >> 1)
-        enough = count_true(key >= middle) >= number
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        count = count_true(key >= middle)
+        low = tl.where(count >= number, middle, low)
+        high = tl.where(count > number, high, tl.where(count == number, middle + 1, middle))
     return low
 
 
