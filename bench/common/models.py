@@ -65,6 +65,26 @@ SHAPES["llama-3.2-1b"] = SHAPES["llama-3.1-8b"] | {
     "rope_parameters": SHAPES["llama-3.1-8b"]["rope_parameters"] | {"factor": 32.0},
     "tie_word_embeddings": True,
 }
+SHAPES["qwen3-1.7b"] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 131072,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
 for _name, _tokens in (("512k", 1 << 19), ("1m", 1 << 20)):
     SHAPES[f"llama-3.1-8b-{_name}"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": _tokens}
 
