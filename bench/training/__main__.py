@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -16,11 +16,16 @@ from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
 from bench.common.results import ResultFile, Row
 from bench.training.launches import Trial, launched, parse_trials
-from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
+from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure, run_both
+from bench.training.profiles import profiled
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import UniqueSelection
 from vllm_sparse_plugin.tools.arguments import find_preset, parse_additional_config, run_app
 from vllm_sparse_plugin.tools.provenance import describe_run
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.tools.training.trainer import Trainer
 
 _CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
 
@@ -43,6 +48,7 @@ Launches = Annotated[
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements per pass.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Also launches, and the time of each kernel, on a GPU.")]
 
 
 @app.command()
@@ -57,6 +63,7 @@ def run(
     statistics: Statistics = "quarters",
     launch: Launches = None,
     repeats: Repeats = 10,
+    profile: Profile = False,
     device: Device = "cuda",
     time_limit: TimeLimit = 540,
     commit: Commit = None,
@@ -66,7 +73,7 @@ def run(
     Each line is written at once: milliseconds of the forward and the backward pass, and on a GPU the memory that both
     need besides queries, keys and values.
     """
-    end, device = time.monotonic() + time_limit, usable_device(device)
+    end, device = time.monotonic() + time_limit, _device(device, profile)
     names = parse_names("pass", passes, PASSES) if passes else PASSES
     trials: list[Trial | None] = [None, *parse_trials(launch or [])]
     usable = [name for name in names if is_available(name, device) and (name != "math" or device == "cpu")]
@@ -83,7 +90,9 @@ def run(
                 if time.monotonic() > end:
                     break
                 with launched(trial):
-                    row = _row(name, tokens, shape, selection) | _measured(name, inputs, selection, device, repeats)
+                    row = _row(name, tokens, shape, selection) | _measured(
+                        name, inputs, selection, device, repeats, profile
+                    )
                 if trial is not None:
                     row["pass"] = f"{name}, {trial}"
                 rows.append(row)
@@ -101,6 +110,7 @@ def steps(
     settings: Annotated[str, typer.Option(help="JSON of other training settings.")] = "{}",
     attention_backend: Annotated[str, typer.Option(help="Backend whose selection is trained.")] = "unique",
     budget_tokens: Budget = 512,
+    profile: Profile = False,
     device: Device = "cuda",
     commit: Commit = None,
 ) -> None:
@@ -115,12 +125,12 @@ def steps(
     (tokens,) = parse_sizes("context", [context])
     own = {"steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens}
     chosen = parse_settings(own | LOSS_OF_THE_TEXT | parse_additional_config(settings, "settings"))
-    preset, device = find_preset(attention_backend), usable_device(device)
+    preset, device = find_preset(attention_backend), _device(device, profile)
     with open_model(model) as found, open_trainer(found, chosen, preset, budget_tokens, device, layers) as trainer:
         about = describe_run(found.folder, commit, ("accelerate", "peft")) | {"settings": chosen.model_dump()}
         with ResultFile(output if trainer.is_main_process else Path(os.devnull), about) as file:
             for _ in range(count):
-                row = trainer.step() | {"processes": trainer.num_processes, "layers": layers}
+                row = _step(trainer, profile) | {"processes": trainer.num_processes, "layers": layers}
                 file.write(row)
                 if trainer.is_main_process:
                     Console().print(row)
@@ -136,12 +146,28 @@ def _row(name: str, tokens: int, shape: Shape, selection: UniqueSelection) -> Ro
     return row
 
 
+def _device(device: str, profile: bool) -> str:
+    if profile and not device.startswith("cuda"):
+        raise ConfigurationError(f"profile: got the device {device!r}, allowed: a GPU")
+    return usable_device(device)
+
+
+def _step(trainer: Trainer, profile: bool) -> Row:
+    if not profile:
+        return trainer.step()
+    rows: list[Row] = []
+    found = profiled(lambda: rows.append(trainer.step()))
+    return rows[0] | {"profile": found}
+
+
 def _measured(
     name: str, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], selection: UniqueSelection, device: str,
-    repeats: int,
+    repeats: int, profile: bool,
 ) -> Row:  # fmt: skip
+    forward = forward_of(name, inputs, selection)
     try:
-        return measure(forward_of(name, inputs, selection), device, repeats)
+        row = measure(forward, device, repeats)
+        return row | {"profile": profiled(lambda: run_both(forward))} if profile else row
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
     except RuntimeError as error:

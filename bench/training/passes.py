@@ -91,6 +91,12 @@ def forward_of(
     return dense
 
 
+def run_both(forward: Callable[[], torch.Tensor]) -> None:
+    """Run a pass forward and backward."""
+    output = forward()
+    output.backward(torch.ones_like(output))
+
+
 def measure(forward: Callable[[], torch.Tensor], device: str, repeats: int) -> Row:
     """Time a pass forward and backward, after a warm-up. Return milliseconds and additional memory."""
     on_gpu = device.startswith("cuda")

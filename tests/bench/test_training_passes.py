@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bench.common.results import ROOT
 from bench.training.__main__ import app
 from bench.training.launches import KERNELS, parse_trials
 from bench.training.passes import PASSES, Shape, forward_of, is_available
+from bench.training.profiles import summarise
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import UniqueSelection
 
@@ -62,6 +64,28 @@ def test_other_launches_are_measured_beside_those_of_the_kernels(tmp_path, monke
 def test_launches_of_another_form_are_refused(text):
     with pytest.raises(ConfigurationError, match=r"launch: got .*, allowed: KERNEL=ROWSxCOLUMNSxWARPSxSTAGES"):
         parse_trials([text])
+
+
+def test_a_profile_counts_launches_and_adds_up_kernels():
+    on_cpu, on_gpu = SimpleNamespace(name="CPU"), SimpleNamespace(name="CUDA")
+    events = [
+        SimpleNamespace(name=name, device_type=device, device_time=time, is_user_annotation="#" in name)
+        for name, device, time in (
+            ("aten::mm", on_cpu, 9.0), ("cudaLaunchKernel", on_cpu, 0.0), ("cuLaunchKernelEx", on_cpu, 0.0),
+            ("cudaMemsetAsync", on_cpu, 0.0), ("cudaStreamSynchronize", on_cpu, 0.0),
+            ("add", on_gpu, 1500.0), ("mm", on_gpu, 4000.0), ("add", on_gpu, 500.0),
+            ("Optimizer.step#AdamW.step", on_gpu, 2000.0),
+        )
+    ]  # fmt: skip
+    assert summarise(events, 0.01) == {
+        "launches": 3, "wall_ms": 10.0, "busy_ms": 6.0, "kernels_ms": {"mm": 4.0, "add": 2.0}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["run", "steps"])
+def test_a_profile_without_a_gpu_is_refused(tmp_path, command):
+    done = CliRunner().invoke(app, [command, "--output", str(tmp_path / "x.jsonl"), "--device", "cpu", "--profile"])
+    assert str(done.exception) == "profile: got the device 'cpu', allowed: a GPU"
 
 
 def test_two_processes_train_as_one(tmp_path):
