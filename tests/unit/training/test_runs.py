@@ -11,7 +11,7 @@ from support.training import CONFIG, SELECTION, SETTINGS, TOKENIZER, rows, run_o
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.training.attention import ServedSelection
-from vllm_sparse_plugin.tools.training.settings import TrainingSettings
+from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 from vllm_sparse_plugin.tools.training.trainer import CURVES, LOG, Run, Trainer
 
 
@@ -49,6 +49,24 @@ def test_what_is_decoded_is_computed_again_only_where_activations_are(model, tmp
     assert once[1] == twice[1]
     assert once[1]["gradient_norm"] > 0
     assert 0 < once[0] < twice[0]
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_rows_count_by_their_learned_tokens_or_alike(model, tmp_path, equal):
+    found = [each for each in rows() if each.packing.lengths == (64,)][:2]
+    pair = [
+        row._replace(learned=[place >= first for place in range(64)]) for row, first in zip(found, (60, 8), strict=True)
+    ]
+    settings = TrainingSettings(steps=1, sequence_tokens=64, equal_rows=equal, **LOSS_OF_THE_TEXT)
+
+    def loss(name, some):
+        chosen = settings.model_copy(update={"rows_per_step": len(some)})
+        # The last row is measured.
+        return Trainer(run_of(model, tmp_path / name, chosen), [*some, some[0]], TOKENIZER, "cpu").step()["objective"]
+
+    few, many, both = loss("few", pair[:1]), loss("many", pair[1:]), loss("both", pair)
+    assert both == pytest.approx((few + many) / 2 if equal else (4 * few + 56 * many) / 60, abs=1e-4)
+    assert abs(few - many) > 0.01
 
 
 class KilledError(Exception):

@@ -32,6 +32,9 @@ class TrainingSettings(Section):
     """Tokens of a row of packed documents. Longer documents are cut."""
     rows_per_step: Annotated[int, Field(ge=1, le=1 << 16)] = 8
     """Rows per update on each device, one after the other."""
+    equal_rows: Annotated[bool, "true or false"] = False
+    """Whether each row has the same part in `distillation` and in the loss of the text, not each learned token. Rows
+    with few learned tokens, such as short answers beside texts, then count as much as others."""
     learning_rate: Annotated[float, Field(ge=1e-8, le=1.0)] = 1e-4
     """Peak learning rate of AdamW. A cosine decays it to 1 %."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**6)] = 10

@@ -136,7 +136,7 @@ class Trainer:
             if last or self.steps % settings.measure_every == 0:
                 self._note(self.measure(), report)
             if last or self.steps % settings.save_every == 0:
-                self._save()
+                self.save()
         self.write()
         if self.is_main_process:
             with _refusing(self._run.output):
@@ -148,6 +148,22 @@ class Trainer:
         if self.is_main_process:
             with _refusing(run.output):
                 write_model(state, run.model, self._attention, run.settings, run.section, self._tokenizer, run.output)
+
+    def save(self) -> None:
+        """Save the state of this step, from which another trainer continues. Delete older states."""
+        folder = self._run.output / _CHECKPOINTS
+        with _refusing(self._run.output):
+            self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
+        self._accelerator.wait_for_everyone()
+        if self.is_main_process:
+            with _refusing(self._run.output):
+                part = folder / f".{_LAST}"
+                part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
+                part.replace(folder / _LAST)
+                for old in folder.iterdir():
+                    if old.is_dir() and old.name != str(self.steps):
+                        shutil.rmtree(old)
+        self._accelerator.wait_for_everyone()
 
     @property
     def settings(self) -> TrainingSettings:
@@ -170,7 +186,7 @@ class Trainer:
         now = step_at(settings, self.steps, served.selection.budget_tokens, served.selection.page_size)
         rows, rows_of_process = self._rows_of(self.steps)
         # Each device adds its part to the mean over the tokens of all devices, and gradients are averaged.
-        share = self.num_processes / sum(sum(row.learned) for row in rows)
+        learned_tokens = sum(sum(row.learned) for row in rows)
         share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
         share_of_decoded = self.num_processes / max(sum(len(row.tokens) - sum(row.prompts) for row in rows), 1)
         mask = served.mask(now.temperature, now.budget_tokens)
@@ -180,6 +196,8 @@ class Trainer:
             last = number == len(rows_of_process)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 tokens, learned = self._tensors(row)
+                count = len(rows) * sum(row.learned) if settings.equal_rows else learned_tokens
+                share = self.num_processes / count
                 shares: Shares | None = {} if settings.selection_loss else None
                 dense = self._dense_logits(row, tokens, shares) if settings.needs_teacher else None
                 with self._attention.using(row.packing, mask, self._prompts(row), settings.straight_through, shares):
@@ -363,22 +381,6 @@ class Trainer:
             with _refusing(self._run.output), (self._run.output / LOG).open("a", encoding="utf-8") as file:
                 print(json.dumps(row), file=file)
             report(row)
-
-    def _save(self) -> None:
-        """Save the state of this step. Delete older states."""
-        folder = self._run.output / _CHECKPOINTS
-        with _refusing(self._run.output):
-            self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
-        self._accelerator.wait_for_everyone()
-        if self.is_main_process:
-            with _refusing(self._run.output):
-                part = folder / f".{_LAST}"
-                part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
-                part.replace(folder / _LAST)
-                for old in folder.iterdir():
-                    if old.is_dir() and old.name != str(self.steps):
-                        shutil.rmtree(old)
-        self._accelerator.wait_for_everyone()
 
 
 def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
