@@ -39,15 +39,23 @@ def prompt_of(length: int, group: int = 2, seed: int = 0) -> tuple:
 @pytest.mark.parametrize("length", [320, 321, 335, 351])
 @pytest.mark.parametrize("keep_blocks", [1, 3, 9])
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, None), (2.0, None), (0.0, [9.0, -9.0, 2.0, 5.0])])
-def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(length, keep_blocks, softcap, sinks):
+@pytest.mark.parametrize("ranges", [[], [*range(2, 6), *range(200, 215)]])
+def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(
+    length, keep_blocks, softcap, sinks, ranges
+):
     paged, query = prompt_of(length)
     first = length // BLOCK - keep_blocks
     softmax = Softmax(0.25, softcap, None if sinks is None else torch.tensor(sinks))
     window = ObservationWindow(query[-8:], length - 8)
     # Unused memory holds NaNs, so bits are compared.
     before = [tensor.view.view(torch.int16).clone() for tensor in (paged.cache.keys, paged.cache.values)]
-    kept = compact_prompt(window, PromptBlocks(paged.block_table[0], length, first), paged.cache, softmax, RULE)
-    expected = kept_tokens(query[-8:], paged.keys[0], keep_blocks * BLOCK + length % BLOCK, softmax, RULE, BLOCK)
+    protected = torch.zeros(length, dtype=torch.bool)
+    protected[[*ranges, length - 1]] = True
+    prompt = PromptBlocks(paged.block_table[0], length, first, protected if ranges else None)
+    kept = compact_prompt(window, prompt, paged.cache, softmax, RULE)
+    expected = kept_tokens(
+        query[-8:], paged.keys[0], keep_blocks * BLOCK + length % BLOCK, softmax, RULE, BLOCK, protected=ranges
+    )
     tail = set(range(length - length % BLOCK, length))
     assert [set(of_head.tolist()) | tail for of_head in kept] == expected
     assert torch.equal(kept, kept.sort().values)
@@ -86,6 +94,17 @@ def test_equal_votes_keep_the_lowest_tokens_and_sinks_and_window_always():
     votes[0, 50] = 1.0
     kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE)
     assert kept.tolist() == [[*range(23), *range(48, 53), 92, 93, 94, 95]]
+
+
+def test_protected_tokens_are_kept_whatever_the_votes_and_lend_their_neighbours_nothing():
+    votes = torch.arange(100, 0, -1).float().repeat(2, 1)
+    protected = torch.zeros(2, 100, dtype=torch.bool)
+    protected[0, 40:60] = protected[1, 70:71] = protected[:, 98] = True
+    kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE, protected=protected)
+    assert kept.tolist() == [[*range(8), *range(40, 60), *range(92, 96)], [*range(27), 70, *range(92, 96)]]
+    # A mask without heads holds for all of them.
+    kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE, protected=protected[0])
+    assert kept.tolist() == [[*range(8), *range(40, 60), *range(92, 96)]] * 2
 
 
 def test_a_share_of_what_is_kept_is_for_the_newest_and_never_takes_the_place_of_the_sinks():
@@ -200,10 +219,13 @@ def check_choice(candidates: int, kept: int, first_of_window: int, rule: Compact
 
     # The prompt continues after its full blocks.
     votes = votes_of_all_kinds(max(candidates, first_of_window) + 7)
-    expected = reference.choose_tokens(votes, kept, candidates, first_of_window, rule)
-    found = triton.choose_tokens(votes.to(device), kept, candidates, first_of_window, rule)
-    assert found.dtype == torch.int64
-    assert torch.equal(found.cpu(), expected)
+    some = torch.rand(votes.shape, generator=torch.Generator().manual_seed(candidates)) < 0.3
+    for protected in (None, some[0], some):
+        expected = reference.choose_tokens(votes, kept, candidates, first_of_window, rule, protected)
+        here = None if protected is None else protected.to(device)
+        found = triton.choose_tokens(votes.to(device), kept, candidates, first_of_window, rule, here)
+        assert found.dtype == torch.int64
+        assert torch.equal(found.cpu(), expected)
 
 
 CHOICES = [

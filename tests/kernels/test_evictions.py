@@ -137,18 +137,25 @@ def test_scores_mix_pooled_means_and_redundancy():
 
 @pytest.mark.parametrize(("first", "end", "count"), [(1, 2, 64), (1, 5, 160), (3, 5, 175), (2, 4, 160), (4, 5, 161)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_tokens_move_to_their_places_in_every_layer_and_nothing_else_changes(kernels, first, end, count, dtype):
+@pytest.mark.parametrize("protects", [False, True])
+def test_tokens_move_to_their_places_in_every_layer_and_nothing_else_changes(
+    kernels, first, end, count, dtype, protects
+):
     rows, table = layers_of(6, dtype=dtype)
     before = rows.clone()
     generator = torch.Generator().manual_seed(2)
     scores = torch.rand(LAYERS, HEADS, count, generator=generator)
-    held = HeldBlocks(table, count, first, end)
+    protected = torch.rand(LAYERS, HEADS, count, generator=generator) < 0.1 if protects else None
+    held = HeldBlocks(table, count, first, end, protected)
     kept = keep_tokens(scores, held, caches_of(rows), RULE)
     assert kept.shape == (LAYERS, HEADS, (end - first) * BLOCK)
     old, new = (tokens_of(each.view(torch.int8), table, count) for each in (before, rows))
     for layer in range(LAYERS):
         for head in range(HEADS):
-            chosen = reference.choose_tokens(scores[layer, head][None], kept.shape[2], end * BLOCK, count - 8, RULE)
+            here = None if protected is None else protected[layer, head]
+            chosen = reference.choose_tokens(
+                scores[layer, head][None], kept.shape[2], end * BLOCK, count - 8, RULE, here
+            )
             assert torch.equal(kept[layer, head], chosen[0])
             assert torch.equal(new[layer, first * BLOCK : end * BLOCK, head], old[layer, chosen[0], head])
     assert torch.equal(new[:, : first * BLOCK], old[:, : first * BLOCK])
@@ -281,6 +288,9 @@ def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
             scores = mixed_scores(votes, redundancy(blocks, count, caches), 20 * 4, rule)
         found.append((scores.cpu(), caches, here, blocks))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-3
+    protected = torch.zeros(LAYERS, HEADS, count, dtype=torch.bool)
+    protected[..., 40:60] = True
     for _, caches, _, blocks in found:
-        keep_tokens(found[0][0].to(blocks.device), HeldBlocks(blocks, count, 2, 5), caches, rule)
+        held = HeldBlocks(blocks, count, 2, 5, protected.to(blocks.device))
+        keep_tokens(found[0][0].to(blocks.device), held, caches, rule)
     assert torch.equal(found[0][2].view(torch.int8), found[1][2].cpu().view(torch.int8))

@@ -1,5 +1,7 @@
 """SnapKV as defined in the paper and its code (arXiv 2404.14469), and the votes of ZipVL, in loops and float64."""
 
+from collections.abc import Iterable
+
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule, voting_rows
@@ -56,6 +58,7 @@ def kept_tokens(
     rule: CompactionRule,
     block_size: int,
     last_query: int | None = None,
+    protected: Iterable[int] = (),
 ) -> list[set[int]]:
     """Tokens of a prompt that each KV head keeps.
 
@@ -67,6 +70,7 @@ def kept_tokens(
         rule: window, pooling and sinks.
         block_size: tokens of a block; those of the incomplete last block are always kept.
         last_query: position of the last query, unless it is the prompt's last token.
+        protected: tokens that are always kept.
     """
     prompt, num_kv_heads = key.shape[:2]
     group, kept = query.shape[1] // num_kv_heads, []
@@ -86,6 +90,7 @@ def kept_tokens(
         reach = rule.pool_tokens // 2
         pooled = [max(votes[max(0, token - reach) : min(before, token + reach + 1)]) for token in range(before)]
         always = {*range(rule.sink_tokens), *range(before, prompt), *range(prompt // block_size * block_size, prompt)}
+        always |= set(protected)
         others = sorted(set(range(before)) - always, key=lambda token: (-pooled[token], token))
         kept.append(always | set(others[: count - len(always)]))
     return kept

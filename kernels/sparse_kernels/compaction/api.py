@@ -45,6 +45,8 @@ class PromptBlocks:
     """P, tokens of the prompt."""
     first_block: int
     """The first block that kept tokens move into. The last one is the last full block of the prompt."""
+    protected: torch.Tensor | None = None
+    """`[num_tokens]` bool, tokens that are kept before all others; None for none."""
 
 
 def compact_prompt(
@@ -60,8 +62,8 @@ def compact_prompt(
     1. *Votes*: the attention of the window's queries, causal softmax over the whole prompt, summed over queries and
        over the query heads of a KV head. The vote of a token before the window is the largest vote among its
        neighbours.
-    2. *Choice*: as many tokens as the target blocks hold, from all full blocks. First the `sink_tokens` first tokens
-       and the window, then tokens by their votes. Ties go to the lowest token.
+    2. *Choice*: as many tokens as the target blocks hold, from all full blocks. First the `sink_tokens` first tokens,
+       the window and protected tokens, then tokens by their votes. Ties go to the lowest token.
     3. *Move*: in text order, to `[first_block, P // block_size)`. The tokens of an incomplete last block stay and are
        kept in addition. The statistics of the target pages are computed again; on a GPU, by the kernel that writes the
        cache.
@@ -95,7 +97,9 @@ def compact_prompt(
     else:
         raise ValueError(f"earlier: got {list(earlier.shape)}, allowed: {list(shape)}")
     add_votes(votes, window, prompt.block_table, cache, softmax)
-    kept = choose_tokens(votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule)
+    kept = choose_tokens(
+        votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule, prompt.protected
+    )
     _move(kept, prompt, cache)
     return kept
 
@@ -186,7 +190,12 @@ def add_votes(
 
 
 def choose_tokens(
-    votes: torch.Tensor, num_tokens: int, candidates: int, before: int, rule: CompactionRule
+    votes: torch.Tensor,
+    num_tokens: int,
+    candidates: int,
+    before: int,
+    rule: CompactionRule,
+    protected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Chooses the tokens that are kept.
 
@@ -196,18 +205,19 @@ def choose_tokens(
         candidates: tokens of the prompt's full blocks; these are the first tokens.
         before: tokens of the blocks before the target blocks. This many candidates are dropped.
         rule: says which tokens are always kept.
+        protected: `[num_tokens]` or like `votes`, bool, tokens that are kept too; with those of the rule at most as
+            many as are kept.
 
     Returns:
         `[num_kv_heads, candidates - before]` int64, ascending.
     """
     kept = candidates - before
-    recent = min(int(rule.recent_share * kept), kept - rule.sink_tokens)
-    first_of_window = max(num_tokens - max(rule.window_tokens, recent), 0)
+    first_of_window = max(num_tokens - rule.newest_tokens(kept), 0)
     if not votes.is_cuda:
-        return reference.choose_tokens(votes, kept, candidates, first_of_window, rule)
+        return reference.choose_tokens(votes, kept, candidates, first_of_window, rule, protected)
     from sparse_kernels.compaction import triton
 
-    return triton.choose_tokens(votes, kept, candidates, first_of_window, rule)
+    return triton.choose_tokens(votes, kept, candidates, first_of_window, rule, protected)
 
 
 def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache) -> None:

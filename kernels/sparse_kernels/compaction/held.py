@@ -172,7 +172,8 @@ def keep_tokens(scores: torch.Tensor, held: HeldBlocks, caches: LayerCaches, rul
     if scores.shape != shape:
         raise ValueError(f"scores: got {list(scores.shape)}, allowed: {list(shape)}")
     candidates, before = held.end_block * block_size, held.first_block * block_size
-    kept: torch.Tensor = choose_tokens(scores.flatten(0, 1), held.num_tokens, candidates, before, rule)
+    protected = None if held.protected is None else held.protected.flatten(0, 1)
+    kept: torch.Tensor = choose_tokens(scores.flatten(0, 1), held.num_tokens, candidates, before, rule, protected)
     kept = kept.unflatten(0, shape[:2])
     if not kept.is_cuda:
         for of_layer, cache in zip(kept, caches.caches, strict=True):

@@ -66,6 +66,8 @@ class HeldBlocks:
     """The first block that kept tokens move into."""
     end_block: int
     """The end of these blocks. They are full, and so are all blocks before them. Later tokens stay."""
+    protected: torch.Tensor | None = None
+    """`[num_layers, num_kv_heads, num_tokens]` bool, tokens that are kept before all others; None for none."""
 
     def check(self, block_size: int) -> None:
         """Raises ValueError if there is nothing to evict, or a block is not full."""

@@ -13,7 +13,12 @@ _ROWS_AT_ONCE = 512
 
 
 def choose_tokens(
-    votes: torch.Tensor, kept: int, candidates: int, first_of_window: int, rule: CompactionRule
+    votes: torch.Tensor,
+    kept: int,
+    candidates: int,
+    first_of_window: int,
+    rule: CompactionRule,
+    protected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Chooses the tokens of the highest scores. Ties go to the lowest token; NaN is the highest score.
 
@@ -24,6 +29,7 @@ def choose_tokens(
         first_of_window: the first of the newest tokens, which are kept like the sinks. Other tokens score the largest
             vote among their neighbours outside the window.
         rule: the sinks, and the range of neighbours.
+        protected: `[num_tokens]` or like `votes`, bool, tokens that are kept like the sinks.
 
     Returns:
         `[num_kv_heads, kept]` int64, ascending.
@@ -36,6 +42,8 @@ def choose_tokens(
     end = min(first_of_window, candidates)
     score[:, :end] = voted[:, :end]
     score[:, : rule.sink_tokens] = torch.inf
+    if protected is not None:
+        score.masked_fill_(protected[..., :candidates], torch.inf)
     # Stable: ties go to the lowest token.
     order = score.sort(dim=-1, descending=True, stable=True).indices
     return order[:, :kept].sort(dim=-1).values

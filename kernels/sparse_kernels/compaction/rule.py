@@ -48,6 +48,10 @@ class CompactionRule:
         """Whether tokens keep their votes from one eviction to the next."""
         return self.every_query or self.random_seed is not None
 
+    def newest_tokens(self, kept: int) -> int:
+        """Returns how many of the newest tokens are always kept if this many tokens are."""
+        return max(self.window_tokens, min(int(self.recent_share * kept), kept - self.sink_tokens))
+
     def check(self) -> None:
         """Raises ValueError if a value is out of range."""
         if self.pool_tokens < 1 or self.pool_tokens % 2 == 0:

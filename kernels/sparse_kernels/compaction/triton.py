@@ -24,6 +24,8 @@ _COPIED_AT_ONCE = 16
 """Tokens of a KV head that a program copies."""
 _INFINITY = tl.constexpr(0xFF800000)
 """The rank of an infinite score."""
+_INFINITY_AS_INT32 = 0xFF800000 - (1 << 32)
+"""The same bits in torch's integers."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by size in bytes. Kernels copy their bits unchanged."""
 
@@ -102,7 +104,12 @@ def _list_tokens(ranks_ptr, kept_ptr, candidates, kept, TOKENS: tl.constexpr):
 
 
 def choose_tokens(
-    votes: torch.Tensor, kept: int, candidates: int, first_of_window: int, rule: CompactionRule
+    votes: torch.Tensor,
+    kept: int,
+    candidates: int,
+    first_of_window: int,
+    rule: CompactionRule,
+    protected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.choose_tokens`."""
     heads, device = len(votes), votes.device
@@ -111,6 +118,9 @@ def choose_tokens(
         votes, ranks, votes.stride(0), candidates, first_of_window, rule.sink_tokens,
         REACH=rule.pool_tokens // 2, TOKENS=_RANKED_AT_ONCE,
     )  # fmt: skip
+    if protected is not None:
+        # Requests seldom protect tokens. One kernel more here leaves one form of the Triton kernel to compile.
+        ranks.masked_fill_(protected[..., :candidates], _INFINITY_AS_INT32)
     chosen = torch.empty(heads, kept, dtype=torch.int64, device=device)
     _list_tokens[(heads,)](ranks, chosen, candidates, kept, TOKENS=_COUNTED_AT_ONCE, num_warps=32)
     return chosen
