@@ -6,13 +6,15 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule
-from support.engines import run_engine, save_shallow
+from support.engines import MODEL, run_engine, save_shallow
 from support.layer import LayerHarness, Request
+from support.needles import needle_range
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_sparse_plugin.config.compaction import ZipVLCompaction
+from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
@@ -214,6 +216,52 @@ def test_zipvl_keeps_the_same_tokens_of_a_prompt_however_it_is_cut(model):
     assert torch.equal(*outputs)
 
 
+PROTECTED = {"sparse_protect": "10:40,150:170,1000:1010"}
+RANGES = {*range(10, 40), *range(150, 170)}
+"""A prompt of 300 tokens ends before the last range."""
+
+
+@pytest.mark.parametrize("chunks", [[300], [290, *[1] * 10]])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_request_keeps_the_tokens_that_it_protects_beside_others(model, chunks, resumes):
+    harness = harness_of(model, "dense", SNAPKV)
+    request, beside = harness.request(300), harness.request(300)
+    request.arguments = PROTECTED
+    if resumes:
+        harness.step([(request, 300)])
+        harness.step([(request, 1)])
+        harness.release(request)
+    queries: tuple[list, list] = [], []
+    for new in chunks:
+        harness.step([(request, new), (beside, new)])
+        for each, of_each in zip((request, beside), queries, strict=True):
+            of_each.append(each.fresh)
+    votes, others = (torch.cat(of_each)[-8:] for of_each in queries)
+    softmax = Softmax(0.125)
+    kept = kept_tokens(votes, request.keys, 96 + 300 % BLOCK, softmax, RULE, BLOCK, protected=RANGES)
+    assert all(len(of_head - voted_for) > 10 for of_head, voted_for in zip(kept, voted(request, votes), strict=True))
+    plain = voted(beside, others)
+    for _ in range(3):
+        output, unprotected = harness.step([(request, 1), (beside, 1)])
+        assert is_kept(harness, request, output, kept)
+        assert is_kept(harness, beside, unprotected, plain)
+        poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+
+
+def test_heavy_hitters_make_room_for_protected_tokens_and_the_newest_do_not(model):
+    harness = harness_of(model, "dense", H2O)
+    request = harness.request(300)
+    request.arguments = {"sparse_protect": "10:54"}  # 96 - 48 - 4 tokens
+    harness.step([(request, 300)])
+    rule = CompactionRule(window_tokens=0, pool_tokens=1, sink_tokens=4, recent_share=0.5, every_query=True)
+    count, softmax = 96 + 300 % BLOCK, Softmax(0.125)
+    kept = kept_tokens(request.fresh, request.keys, count, softmax, rule, BLOCK, protected=range(10, 54))
+    # 12 of the newest 48 are in the incomplete block, which is kept in addition.
+    assert len(kept[0] - {*range(4), *range(10, 54), *range(252, 300)}) == 12
+    (output,) = harness.step([(request, 1)])
+    assert is_kept(harness, request, output, kept)
+
+
 def test_selection_goes_on_over_what_is_kept(model):
     """With all pages as budget, all kept tokens and moved statistics are read; with a small budget, some of them."""
     outputs = []
@@ -288,6 +336,19 @@ def assert_likeliest(folder: Path, prompts: list[list[int]], answers: list[list[
         likely = logits.log_softmax(dim=-1)
         chosen = likely.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert (likely.amax(dim=-1) - chosen).max() < TIE
+
+
+def test_protected_needles_are_found_among_random_tokens():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    questions = build_questions(tokenizer, "multikey", 4096, 4, seed=1)
+    needles = [{"sparse_protect": needle_range(tokenizer, question)} for question in questions]
+    shares = []
+    with run_engine("dense", {"compaction": {"method": "random", "budget_tokens": 512, "every": 64}}) as engine:
+        for arguments in (needles, None):
+            answers = engine.answer([question.prompt for question in questions], 24, arguments=arguments)
+            texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+            shares.append(sum(map(is_correct, questions, texts)) / len(questions))
+    assert shares == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("backend", "caches_prefixes"), [("snapkv", True), ("pyramidkv", False), ("h2o", False)])

@@ -12,6 +12,7 @@ from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from support.snapkv import votes_of
+from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_plugin.config import COMPACTIONS, Compaction
 from vllm_sparse_plugin.requests.rows import preempt
@@ -54,6 +55,8 @@ class Model:
     request: Request
     sinks: torch.Tensor | None = None
     """Learned sink logits of the query heads."""
+    protected: frozenset[int] = frozenset()
+    """Tokens that the request protects."""
     left: int = 0
     held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
     sums: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in range(HEADS)])
@@ -89,6 +92,7 @@ class Model:
                 rule.importance_share * a / self.weights - rest * b for a, b in zip(scores, redundant, strict=True)
             ]
         always = {*range(rule.sink_tokens), *range(newest, end)}
+        always |= {at for at in range(end) if held[at] in self.protected}
         others = sorted(set(range(end)) - always, key=lambda at: (-scores[at], at))
         kept = sorted(always | set(others[: end - dropped - len(always)]))
         return [held[at] for at in kept] + held[end:]
@@ -173,6 +177,20 @@ def test_learned_sinks_take_their_share_of_the_votes(model, method):
     settings = settings_of(method)
     harness = harness_of(model, settings, sinks=sinks)
     assert_follows(harness, [Model(settings, harness.request(150), sinks)], [[150], *[[1]] * 90])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_protected_tokens_are_kept_by_every_eviction_and_after_a_resumption(model, method):
+    harness, settings = harness_of(model, settings_of(method)), settings_of(method)
+    request, beside = harness.request(150), harness.request(150)
+    request.arguments = {"sparse_protect": "10:28,60:76,149:155"}
+    protected = frozenset([*range(10, 28), *range(60, 76), 149])
+    follower = Model(settings, request, protected=protected)
+    assert_follows(harness, [follower, Model(settings, beside)], [[150, 150], *[[1, 1]] * 140])
+    assert all(protected <= set(held) for held in follower.held)
+    harness.release(request)
+    harness.free = harness.free[::-1]
+    assert_follows(harness, [Model(settings, request, protected=protected)], [[70], [90], [90], *[[1]] * 60])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -272,12 +290,13 @@ def test_an_engine_that_evicts_while_it_decodes_gives_every_block_back(tmp_path,
         return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
 
     crowd = [*prompts(4, 300), *prompts(3, 90), *prompts(3, 33)]
+    protected = [{"sparse_protect": "4:30,50:70"}, None] * 5
     settings = {"compaction": METHODS[method] | {"budget_tokens": 128, "min_context_tokens": 0, "every": 48}}
     with run_engine(
         "dense", settings, model=str(save_shallow(tmp_path, layers=4)), num_gpu_blocks_override=40, max_model_len=704,
         max_num_batched_tokens=256, block_size=32, max_num_seqs=10, enable_prefix_caching=False,
     ) as engine:  # fmt: skip
-        answers = engine.answer(crowd, max_tokens=400, ignore_eos=True)
+        answers = engine.answer(crowd, max_tokens=400, ignore_eos=True, arguments=protected)
         assert [len(tokens) for tokens in answers] == [400] * len(crowd)
         # A context of 700 tokens needs 22 blocks, of which a request gives back at least 14.
         assert engine.metric("vllm_sparse_blocks_freed_sum") > 10 * len(crowd)
@@ -285,4 +304,6 @@ def test_an_engine_that_evicts_while_it_decodes_gives_every_block_back(tmp_path,
         assert engine.metric("vllm:kv_cache_usage_perc") == 0
         # Reading a freed block would change answers.
         engine.spoil_freed_blocks()
-        assert engine.answer(crowd, max_tokens=400, ignore_eos=True) == answers
+        assert engine.answer(crowd, max_tokens=400, ignore_eos=True, arguments=protected) == answers
+        with pytest.raises(VLLMValidationError, match="sparse_protect: got 125 tokens, allowed: at most"):
+            engine.answer(crowd, arguments=[{"sparse_protect": "4:129"}] * 10)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.engines import Sampled
 from support.gpu_engines import MODEL, engine
+from support.needles import needle_range
 from support.rolling import CACHE, ROLLING, WindowedModel, distance, library_tokens
 from transformers import AutoTokenizer
 
@@ -315,6 +316,26 @@ def test_compacted_prompts_answer_the_same_in_graphs_as_eagerly_and_give_everyth
             assert blocks_in_use(llm) == 0
     assert answered[0] == answered[1]
     assert share_correct(questions, answered[0]) >= least
+
+
+@pytest.mark.parametrize("every", [None, 64])
+@pytest.mark.parametrize("eager", [False, True])
+def test_protected_needles_are_found_whatever_the_votes(questions, every, eager):
+    """Heavy hitters of a prompt seldom are its needles."""
+    from vllm import SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    some = [question for question in questions if question.task == "multikey"]
+    needles = [{"sparse_protect": needle_range(tokenizer, question)} for question in some]
+    settings = {"compaction": {"budget_tokens": 1024, "every": every}}
+    shares = []
+    with engine(attention_backend="h2o", enforce_eager=eager, additional_config={"sparse_attention": settings}) as llm:
+        for arguments in (needles, [None] * len(some)):
+            sampling = [SamplingParams(temperature=0, max_tokens=32, extra_args=each) for each in arguments]
+            outputs = llm.generate([question.prompt for question in some], sampling, use_tqdm=False)
+            shares.append(share_correct(some, [tuple(output.outputs[0].token_ids) for output in outputs]))
+        assert blocks_in_use(llm) == 0
+    assert shares[0] >= shares[1] + 0.5
 
 
 @pytest.mark.parametrize("backend", ["snapkv", "h2o"])

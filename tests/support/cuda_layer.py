@@ -164,4 +164,6 @@ def asking(*arguments: dict | None) -> BatchRows:
 
 
 class Runner(SimpleNamespace):
-    """A runner that supports weak references."""
+    """A runner that supports weak references, also as keys."""
+
+    __hash__ = object.__hash__

@@ -34,6 +34,7 @@ from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, plan_rounds
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, LONGEST, PROMPTS = 4, 2, 64, 6000, 7
@@ -84,7 +85,9 @@ class Launched:
 
 
 class Runner(SimpleNamespace):
-    """A runner that supports weak references."""
+    """A runner that supports weak references, also as keys."""
+
+    __hash__ = object.__hash__
 
 
 def launch_on_this_machine() -> None:
@@ -184,7 +187,9 @@ def of_compaction(settings: dict, share: int, eight_bits: bool) -> tuple[list[La
     section = config.compaction
     assert section is not None
     retention = section.retention().of_layers(32)[share]
-    step = StepCompaction(retention, section.rule(), {"layer": layer}, block, PROMPTS, BatchRows(runner), CPU)
+    rows = BatchRows(runner)
+    protected = ProtectedRanges(rows, config, 32)
+    step = StepCompaction(retention, section.rule(), {"layer": layer}, block, PROMPTS, rows, protected, CPU)
     spec = make_spec(rows_of_block, eight_bits)
     recorded()
     start_up.warm_up_compaction(layer, spec, MODEL, step, CPU)

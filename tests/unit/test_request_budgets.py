@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.logs import said
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -18,6 +19,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
+from vllm_sparse_plugin.requests.protected import ProtectedRanges, protected_ranges
 from vllm_sparse_plugin.requests.rows import BatchRows, building, note
 
 vllm_sparse_plugin.register()
@@ -30,7 +32,10 @@ def engine_config(backend: str | None, settings: dict | None = None) -> SimpleNa
         attention_config=SimpleNamespace(backend=member, backend_per_kind={}),
         speculative_config=None,
         additional_config={"sparse_attention": settings or {}},
-        model_config=None,
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), get_num_layers=lambda parallel_config: 32
+        ),
+        parallel_config=None,
     )
 
 
@@ -147,12 +152,21 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
         (
             "unique", {}, {"sparse_budget": 512},
             "sparse_budget: unknown argument (did you mean 'sparse_budget_tokens'?), allowed: sparse, "
-            "sparse_budget_tokens or sparse_coverage",
+            "sparse_budget_tokens, sparse_coverage or sparse_protect",
         ),
         (
             "dense", {}, {"sparse_budget_tokens": None, "sparsely": None},
-            "sparsely: unknown argument (did you mean 'sparse'?), allowed: sparse, sparse_budget_tokens or "
-            "sparse_coverage",
+            "sparsely: unknown argument (did you mean 'sparse'?), allowed: sparse, sparse_budget_tokens, "
+            "sparse_coverage or sparse_protect",
+        ),
+        ("unique", {}, {"sparse_protect": "0:9"}, "sparse_protect: got '0:9' without compaction, allowed: none"),
+        (
+            "streaming_llm", {}, {"sparse_protect": "0:9"},
+            "sparse_protect: got '0:9' with a compaction that keeps a sliding window, allowed: none",
+        ),
+        (
+            "snapkv", {"compaction": {"budget_ratio": 0.5}}, {"sparse_protect": "0:9"},
+            "sparse_protect: got '0:9' with compaction.budget_ratio, allowed: none",
         ),
     ],
 )  # fmt: skip
@@ -160,6 +174,75 @@ def test_what_cannot_be_served_is_answered_with_a_sentence(backend, settings, ar
     with pytest.raises(VLLMValidationError) as refusal:
         enter(engine_config(backend, settings), SamplingParams(extra_args=arguments))
     assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "bad", [
+        "", "5", "5:5", "9:5", "-1:5", "0:5,", "0:5,4:8", "8:9,0:5", "0:5, 8:9", "0:1e3", "0:\u0665", "0:9999999999",
+        [0, 5], ["0:5"], 5, True,
+    ],
+)  # fmt: skip
+def test_protected_ranges_have_one_form(bad):
+    with pytest.raises(VLLMValidationError) as refusal:
+        enter(engine_config("snapkv"), SamplingParams(extra_args={"sparse_protect": bad}))
+    allowed = "ascending ranges of tokens such as '0:512,1800:2000'"
+    assert str(refusal.value) == f"sparse_protect: got {bad!r}, allowed: {allowed}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "compaction", "room"),
+    [
+        ("snapkv", {}, 1024 - 4 - 32),
+        ("snapkv", {"sink_tokens": 0, "window_tokens": 100}, 924),
+        # 32 layers in 4 classes: the mean share of the last 8 is 0.05 + 0.95 * 7 / 31.
+        ("pyramidkv", {}, 236),
+        ("h2o", {}, 1024 - 4 - 512),
+        ("h2o", {"recent_share": 1.0, "every": 64}, 0),
+        ("dense", {"method": "r_kv", "every": 64}, 1024 - 4 - 8),
+        ("dense", {"method": "random", "budget_tokens": 100, "recent_share": 0.25}, 71),
+        ("dense", {"method": "zipvl"}, 1024 - 4 - 1),
+    ],
+)
+def test_protected_tokens_fit_the_budget_beside_those_that_are_kept_anyway(backend, compaction, room):
+    engine = engine_config(backend, {"compaction": compaction})
+    config = resolve({"compaction": compaction}, backend)
+    sinks = config.compaction.sink_tokens
+    # Ranges in the sinks cost nothing, and a prompt may end before a range.
+    for ranges in [f"0:{sinks + room}", *[f"50000:{50000 + room}"] * bool(room)]:
+        enter(engine, SamplingParams(extra_args={"sparse_protect": ranges}))
+    for ranges in (f"0:{sinks + room + 1}", f"50000:{50000 + room + 1}"):
+        with pytest.raises(VLLMValidationError) as refusal:
+            enter(engine, SamplingParams(extra_args={"sparse_protect": ranges}))
+        assert str(refusal.value) == (
+            f"sparse_protect: got {room + 1} tokens, allowed: at most {room}, the budget without tokens that are kept "
+            f"anyway"
+        )
+
+
+def test_protection_stands_beside_a_budget_and_separates_no_blocks():
+    engine = engine_config("snapkv", {"selection": {"policy": "unique"}})
+    both = {"sparse_protect": "0:9,20:30", "sparse_budget_tokens": 24}
+    enter(engine, SamplingParams(extra_args=both))
+    config = resolve({"selection": {"policy": "unique"}}, "snapkv")
+    assert pages_of_request(both, config) == (3, 3, 0.0)
+    assert protected_ranges(both, config, 32) == (range(9), range(20, 30))
+    assert protected_ranges({"other": 1}, config, 32) == protected_ranges(None, config, 32) == ()
+    # Blocks are hashed as long as they hold what dense attention has written.
+    assert hashed_with(engine, {"sparse_protect": "0:9"}, "mine") == "mine"
+
+
+def test_ranges_of_a_request_that_skipped_the_check_are_left_out(monkeypatch):
+    runner = type("Runner", (), {})()
+    runner.input_batch = SimpleNamespace()
+    runner.requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sparse_protect": ranges}))
+        for name, ranges in {"good": "3:9", "bad": "9:3"}.items()
+    }
+    ranges = ProtectedRanges(BatchRows(runner), resolve(None, "snapkv"), 32)
+    assert ranges.of("good") == (range(3, 9),)
+    lines = said(monkeypatch, "vllm.vllm_sparse_plugin.requests.protected", "warning")
+    assert ranges.of("bad") == ()
+    assert lines[0].startswith("sparse_protect: got '9:3', allowed: ascending ranges")
 
 
 def test_a_stream_of_inputs_is_refused_with_compaction_alone():
@@ -356,3 +439,5 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     assert arguments(3) == []
     add([5], a={"args": dense})
     assert arguments(3, 5) == [{}, dense]
+    assert rows.arguments_of("a") == dense
+    assert rows.arguments_of("d") == rows.arguments_of("unknown") == {}

@@ -34,11 +34,13 @@ from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.engine_settings import resolved
+from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 from vllm_sparse_plugin.metrics import request_log, sampling
 from vllm_sparse_plugin.offload.pool import allocate_cache
 from vllm_sparse_plugin.requests import rows
+from vllm_sparse_plugin.requests.protected import ProtectedRanges
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -368,8 +370,9 @@ def plan_compaction(
     running = vllm_config.scheduler_config.max_num_seqs
     most = max(running, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
     retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
+    protected = ProtectedRanges(current, config, layers_over_everything(vllm_config))
     if not config.compaction.evicts_between_steps:
-        return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
+        return StepCompaction(retention, rule, layers, spec.block_size, most, current, protected, device)
     assert rule is not None
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:
         raise ConfigurationError(
@@ -377,7 +380,7 @@ def plan_compaction(
         )
     layer = next(iter(layers.values()))
     return StepEvictions(
-        retention, rule, layers, spec.block_size, most, current, device,
+        retention, rule, layers, spec.block_size, most, current, protected, device,
         numbers=numbered_heads(layers, vllm_config),
         query_dtype=vllm_config.model_config.dtype if layer.query_quant is None else torch.float8_e4m3fn,
         max_tokens=max(vllm_config.scheduler_config.max_num_batched_tokens, most),

@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.step import Observed, RequestState, StepCompaction
 from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 
@@ -42,6 +43,8 @@ class _Held(RequestState):
     """Blocks that were given back."""
     sums: torch.Tensor | None = None
     """`[num_layers, num_kv_heads, num_tokens]` float32, votes that tokens keep from one eviction to the next."""
+    still: torch.Tensor | None = None
+    """`[num_layers, num_kv_heads, num_tokens]` bool, the protected tokens after the latest eviction."""
     slot: int | None = None
     """Its place in the ring."""
 
@@ -63,6 +66,7 @@ class StepEvictions(StepCompaction):
         block_size: int,
         max_requests: int,
         rows: BatchRows,
+        protected: ProtectedRanges,
         device: torch.device,
         numbers: Sequence[tuple[int, range]],
         query_dtype: torch.dtype,
@@ -78,13 +82,14 @@ class StepEvictions(StepCompaction):
             block_size: tokens of a block.
             max_requests: the most requests of a step.
             rows: the requests of a step.
+            protected: the tokens that they protect.
             device: the device of the layers.
             numbers: the number of each layer in the model, and the numbers of its KV heads.
             query_dtype: of the layers' queries.
             max_tokens: the most query tokens of a step, padding included.
             slots: the most requests that run at once, in one step or not. Each has a place in the ring.
         """
-        super().__init__(retention, rule, layers, block_size, max_requests, rows, device)
+        super().__init__(retention, rule, layers, block_size, max_requests, rows, protected, device)
         self.rule = rule
         self._numbers = [layer for layer, _ in numbers], numbers[0][1]
         self._held: dict[str, _Held] = {}
@@ -144,7 +149,8 @@ class StepEvictions(StepCompaction):
             request = self._held.get(row.request_id)
             # A resumed request begins again, perhaps behind a prefix-cache hit.
             if request is None or computed != request.until:
-                request = self._held[row.request_id] = _Held(row.prompt_tokens, since=computed)
+                ranges = self.protected.of(row.request_id)
+                request = self._held[row.request_id] = _Held(row.prompt_tokens, ranges=ranges, since=computed)
             request.computed, request.until = computed, lengths[index]
             if computed >= request.prompt_tokens:
                 left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size).stop
@@ -241,18 +247,32 @@ class StepEvictions(StepCompaction):
         """
         end = left + self.retention.kept_blocks(request.prompt_tokens, self.block_size)
         tokens = request.computed - request.left * self.block_size
-        # A copy begins at an aligned address, for which kernels are compiled.
-        held = HeldBlocks(table[request.left :].clone(), tokens, left - request.left, end - request.left)
         caches, rule = self._layer_caches(), self.rule
+        protected = self._protected(request, tokens, table.device)
+        # A copy begins at an aligned address, for which kernels are compiled.
+        held = HeldBlocks(table[request.left :].clone(), tokens, left - request.left, end - request.left, protected)
         scores = self._scores(request, table, held, caches)
         if rule.importance_share is not None:
             # The mix is of pooled votes.
             rule = replace(rule, pool_tokens=1)
         kept = keep_tokens(scores, held, caches, rule)
+        moved_until = held.end_block * self.block_size
         if rule.carries_votes:
-            later = scores[..., held.end_block * self.block_size :]
-            request.carry(torch.cat([scores.gather(2, kept), later], dim=2), self.layers)
+            request.carry(_moved(scores, kept, moved_until), self.layers)
+        if protected is not None:
+            request.still = _moved(protected, kept, moved_until)
         request.left = left
+
+    def _protected(self, request: _Held, tokens: int, device: torch.device) -> torch.Tensor | None:
+        """Returns the protected tokens among those that a request holds, `[num_layers, num_kv_heads, tokens]` bool;
+        None if it protects none."""
+        known = request.still
+        if known is None:
+            of_prompt = request.protected(device)
+            if of_prompt is None:
+                return None
+            known = of_prompt.expand(len(self.layers), self._layer.num_kv_heads, -1)
+        return torch.nn.functional.pad(known, (0, tokens - known.shape[2]))
 
     def _scores(self, request: _Held, table: torch.Tensor, held: HeldBlocks, caches: LayerCaches) -> torch.Tensor:
         """Returns the scores of the tokens that a request holds, `[num_layers, num_kv_heads, num_tokens]`."""
@@ -281,3 +301,14 @@ class StepEvictions(StepCompaction):
             self._caches = LayerCaches(tuple(layer.impl.held_cache(layer) for layer in self.layers.values()))
             self._bound = bound
         return self._caches
+
+
+def _moved(of_tokens: torch.Tensor, kept: torch.Tensor, end: int) -> torch.Tensor:
+    """Returns numbers of tokens after an eviction.
+
+    Args:
+        of_tokens: `[num_layers, num_kv_heads, num_tokens]`.
+        kept: `[num_layers, num_kv_heads, kept]` int64, the tokens that have moved.
+        end: of the tokens that may move; later ones stay.
+    """
+    return torch.cat([of_tokens.gather(2, kept), of_tokens[..., end:]], dim=2)

@@ -17,6 +17,7 @@ from sparse_kernels.page_statistics import FEW_SLOTS
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 
@@ -39,6 +40,17 @@ class RequestState:
     """Sums of `add_votes` over the queries so far, by layer, while `is_whole`."""
     voting: torch.Tensor | None = None
     """Positions of the prompt that vote, see `voting_rows`; None if all vote."""
+    ranges: tuple[range, ...] = ()
+    """Positions of the prompt that are kept, whoever votes for others."""
+
+    def protected(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the tokens of the prompt that are kept, `[prompt_tokens]` bool; None if the request names none."""
+        if not self.ranges:
+            return None
+        host = torch.zeros(self.prompt_tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
+        for each in self.ranges:
+            host[each.start : each.stop] = True
+        return host.to(device, non_blocking=True)
 
     def move(self, name: str, layer: Any, impl: Any, prompt: PromptBlocks, rule: CompactionRule) -> None:
         """Moves the kept tokens of a layer, unless it has moved them.
@@ -114,6 +126,7 @@ class StepCompaction:
         block_size: int,
         max_requests: int,
         rows: BatchRows,
+        protected: ProtectedRanges,
         device: torch.device,
     ) -> None:
         self.retention = retention
@@ -125,6 +138,7 @@ class StepCompaction:
         """`[num_requests]`, positions of each request of the latest step that attention does not see."""
         self.block_size = block_size
         self.rows = rows
+        self.protected = protected
         self.sinks = retention.sink_blocks(block_size)
         self._requests: dict[str, RequestState] = {}
         self._table = torch.zeros(max_requests, 0, dtype=torch.int32, device=device)
@@ -164,7 +178,8 @@ class StepCompaction:
             request = self._requests.get(row.request_id)
             # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt.
             if request is None or computed < request.until:
-                request = self._requests[row.request_id] = RequestState(row.prompt_tokens)
+                ranges = self.protected.of(row.request_id)
+                request = self._requests[row.request_id] = RequestState(row.prompt_tokens, ranges=ranges)
             request.computed, request.until = computed, lengths[index]
             if computed < request.prompt_tokens:
                 first_token = int(common.query_start_loc_cpu[index])
@@ -225,7 +240,8 @@ class StepCompaction:
     def _blocks(self, request: RequestState, block_table: torch.Tensor) -> PromptBlocks:
         """Returns the blocks of a prompt, and the blocks that its kept tokens move into."""
         left_out = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
-        return PromptBlocks(block_table, request.prompt_tokens, left_out.stop)
+        protected = request.protected(block_table.device)
+        return PromptBlocks(block_table, request.prompt_tokens, left_out.stop, protected)
 
     def _move(self, request: RequestState, prompt: PromptBlocks) -> None:
         """Moves the kept tokens of layers that have not moved them. A replayed graph, which may compute the prompt's

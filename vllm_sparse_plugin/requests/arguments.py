@@ -12,7 +12,11 @@ from vllm_sparse_plugin.policies import Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.unique import LEVELED
 
-DENSE, BUDGET, COVERAGE = ARGUMENTS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
+DENSE, BUDGET, COVERAGE = READS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
+"""The arguments that say what decode steps read."""
+PROTECT = "sparse_protect"
+"""The argument that says which tokens compaction keeps, see `protected`."""
+ARGUMENTS = (*READS, PROTECT)
 """The arguments that this plugin reads."""
 PREFIX = "sparse"
 """The plugin checks every argument whose name begins with this."""
@@ -63,7 +67,7 @@ def pages_of_request(
     Raises:
         ValueError: names the argument, the value and the allowed values.
     """
-    values = {name: arguments[name] for name in ARGUMENTS if arguments and arguments.get(name) is not None}
+    values = {name: arguments[name] for name in READS if arguments and arguments.get(name) is not None}
     if not values:
         return None
     if len(values) > 1:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_sparse_plugin.compat import chosen_backend
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.engine_settings import resolved
+from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PREFIX, pages_of_request
+from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PREFIX, PROTECT, READS, pages_of_request
+from vllm_sparse_plugin.requests.protected import protected_ranges
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,6 +54,8 @@ def check_request(
         # vLLM starts new requests for every token of a beam, without these arguments.
         raise ValueError(f"{', '.join(names)}: got a value with beam search, allowed: none")
     pages_of_request(arguments, config, on_gpu=_on_gpu())
+    if PROTECT in names:
+        protected_ranges(arguments, config, layers_over_everything(vllm_config))
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
@@ -65,7 +69,7 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
         arguments: `extra_args` of the request.
         salt: the client's salt, or None.
     """
-    if not any(name in ARGUMENTS for name in arguments or ()):
+    if not any(name in READS for name in arguments or ()):
         return salt
     config = _served(vllm_config)
     if config is None:

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.policies.base import PagesRead
-from vllm_sparse_plugin.requests.arguments import ARGUMENTS, EVERY_PAGE, pages_of_request, takes_budgets
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, READS, pages_of_request, takes_budgets
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 logger = init_logger(f"vllm.{__name__}")
@@ -45,7 +45,7 @@ class RequestedPages:
         return requested[: common.num_reqs] if any(requested) else []
 
     def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
-        values = tuple(arguments.get(name) for name in ARGUMENTS)
+        values = tuple(arguments.get(name) for name in READS)
         key = tuple(map(repr, values))
         if key not in self._known:
             try:

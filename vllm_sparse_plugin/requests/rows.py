@@ -57,14 +57,23 @@ class BatchRows:
         if runner is None:
             return []
         if hasattr(runner, "req_states"):
-            noted, index = _noted.get(runner), common.req_idx
-            if not noted or index is None:
+            index = common.req_idx
+            if not _noted.get(runner) or index is None:
                 return []
             names = runner.req_states.index_to_req_id
-            return [noted.get(names.get(int(request)), {}) for request in index]
+            return [self.arguments_of(names.get(int(request))) for request in index]
         batch = runner.input_batch
-        sampling = (runner.requests[name].sampling_params for name in batch.req_ids[: batch.num_reqs])
-        return [{} if params is None else params.extra_args or {} for params in sampling]
+        return [self.arguments_of(name) for name in batch.req_ids[: batch.num_reqs]]
+
+    def arguments_of(self, request_id: str | None) -> Mapping[str, Any]:
+        """Returns `extra_args` of a request; an empty mapping for a row without a request, as in a dummy run."""
+        runner = self._runner()
+        if runner is None or request_id is None:
+            return {}
+        if hasattr(runner, "req_states"):
+            return _noted.get(runner, {}).get(request_id, {})
+        parameters = runner.requests[request_id].sampling_params
+        return {} if parameters is None else parameters.extra_args or {}
 
     def knows(self, request_id: str) -> bool:
         """Returns whether the runner still has a request, scheduled or not."""
@@ -82,7 +91,7 @@ class BatchRows:
 
 _building: ContextVar[BatchRows | None] = ContextVar("building", default=None)
 """The rows of the model runner that is creating its metadata builders."""
-_noted: WeakKeyDictionary[Any, dict[str | None, Mapping[str, Any]]] = WeakKeyDictionary()
+_noted: WeakKeyDictionary[Any, dict[str, Mapping[str, Any]]] = WeakKeyDictionary()
 """`extra_args` by request, for each of the newer model runners. Only requests with `extra_args` are listed."""
 _preempted: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Requests that were preempted and have not been resumed, for each model runner."""

@@ -26,6 +26,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"sparse_coverage": "all"}, {"sparse_coverage": 1e-300}, {"sparse_coverage": [0.9]},
     {"sparse": "dense", "sparse_budget_tokens": 512}, {"sparse_budget": 512}, {"sparse_": 1}, {"sparse\ud800": 1},
     {"sparse": None, "other": None}, {"other": 10**30}, {"other": {"nested": [[[[1]]]]}},
+    {"sparse_protect": "0:5"}, {"sparse_protect": "9:5,"}, {"sparse_protect": ["0:5"]}, {"sparse_protect": "," * 9999},
 )  # fmt: skip
 """Values of `vllm_xargs`."""
 FIELDS: tuple[dict[str, Any], ...] = (

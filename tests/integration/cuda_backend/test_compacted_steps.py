@@ -17,6 +17,7 @@ from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, start_up
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import Retention, resolve
 from vllm_sparse_plugin.metrics import sampling
+from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
@@ -36,7 +37,9 @@ def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool, every_que
     retention = Retention(slides, 100, None, 4, 0)
     layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
     rule = None if slides else replace(RULE, every_query=every_query)
-    return StepCompaction(retention, rule, layers, BLOCK, 16, BatchRows(runner), torch.device("cpu"))
+    rows = BatchRows(runner)
+    protected = ProtectedRanges(rows, resolve(None, "snapkv"), 1)
+    return StepCompaction(retention, rule, layers, BLOCK, 16, rows, protected, torch.device("cpu"))
 
 
 def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, layer):

@@ -1,0 +1,76 @@
+"""The ranges of a prompt that a request protects: compaction keeps their tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.requests.arguments import PROTECT
+from vllm_sparse_plugin.requests.rows import BatchRows
+
+logger = init_logger(f"vllm.{__name__}")
+_FORM = re.compile(r"[0-9]{1,9}:[0-9]{1,9}(,[0-9]{1,9}:[0-9]{1,9})*")
+
+
+def protected_ranges(arguments: Mapping[str, Any] | None, config: ResolvedConfig, num_layers: int) -> tuple[range, ...]:
+    """Returns the positions that a request protects, ascending; a prompt may end before or within a range.
+
+    Args:
+        arguments: `extra_args` of the request; arguments of other plugins are ignored.
+        config: the settings of the server.
+        num_layers: layers of the model that compaction serves.
+
+    Raises:
+        ValueError: names the argument, the value and the allowed values.
+    """
+    got = arguments.get(PROTECT) if arguments else None
+    if got is None:
+        return ()
+    compaction = config.compaction
+    if compaction is None:
+        raise ValueError(f"{PROTECT}: got {got!r:.80} without compaction, allowed: none")
+    rule = compaction.rule()
+    if rule is None:
+        raise ValueError(f"{PROTECT}: got {got!r:.80} with a compaction that keeps a sliding window, allowed: none")
+    if compaction.budget_tokens is None:
+        # The length of the prompt is not known yet.
+        raise ValueError(f"{PROTECT}: got {got!r:.80} with compaction.budget_ratio, allowed: none")
+    ranges = _parse(got)
+    least = min(of_layer.budget(0) for of_layer in compaction.retention().of_layers(num_layers))
+    room = least - rule.sink_tokens - rule.newest_tokens(least)
+    tokens = sum(len(range(max(each.start, rule.sink_tokens), each.stop)) for each in ranges)
+    if tokens > room:
+        raise ValueError(
+            f"{PROTECT}: got {tokens} tokens, allowed: at most {room}, the budget without tokens that are kept anyway"
+        )
+    return ranges
+
+
+def _parse(got: Any) -> tuple[range, ...]:
+    if isinstance(got, str) and _FORM.fullmatch(got):
+        ranges = tuple(range(*map(int, each.split(":"))) for each in got.split(","))
+        if all(ranges) and all(one.stop <= other.start for one, other in pairwise(ranges)):
+            return ranges
+    raise ValueError(f"{PROTECT}: got {got!r:.80}, allowed: ascending ranges of tokens such as '0:512,1800:2000'")
+
+
+class ProtectedRanges:
+    """The ranges that the requests of a model runner protect."""
+
+    def __init__(self, rows: BatchRows, config: ResolvedConfig, num_layers: int) -> None:
+        """Takes the requests of the runner, the settings of the server, and see `protected_ranges`."""
+        self._rows, self._config, self._num_layers = rows, config, num_layers
+
+    def of(self, request_id: str) -> tuple[range, ...]:
+        """Returns the ranges of a request, see `protected_ranges`."""
+        try:
+            return protected_ranges(self._rows.arguments_of(request_id), self._config, self._num_layers)
+        except ValueError as error:
+            # The frontend refuses such a request. A request that skipped the check must not end the engine for others.
+            logger.warning("%s; the request runs without it", error)
+            return ()
