@@ -83,17 +83,19 @@ def train(trainer: Trainer, budget_tokens: int, deadline: float) -> Iterator[dic
     """Train, and yield the rows of the log. The model is written at the end.
 
     Args:
-        trainer: of an arm.
+        trainer: of an arm, new or of a run that was out of time.
         budget_tokens: the budget to measure during the training.
         deadline: of the monotonic clock.
 
     Raises:
-        OutOfTimeError: the deadline of the monotonic clock passed.
+        OutOfTimeError: the deadline of the monotonic clock passed. The state is saved.
     """
     settings = trainer.settings
-    yield trainer.measure(budget_tokens, as_served=True)
+    if not trainer.steps:
+        yield trainer.measure(budget_tokens, as_served=True)
     while trainer.steps < settings.steps:
         if time.monotonic() > deadline:
+            trainer.save()
             raise OutOfTimeError
         yield trainer.step()
         if trainer.steps == settings.steps or trainer.steps % settings.measure_every == 0:

@@ -7,14 +7,13 @@ import base64
 import json
 import lzma
 import random
-import sysconfig
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackagePath, distributions
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sparse_kernels.masked_attention import Packing
 
@@ -32,11 +31,14 @@ _HELD_OUT_SEED, _TRAINING_SEED = 0, 1
 _MANY_QUESTIONS = ("multikey", "manykeys", "multiquery")
 """Tasks with eight questions per document."""
 _HELD_OUT_SHARE = 8
-"""One of so many files is held out."""
+"""One of so many packages is held out."""
+_MOST_PIECES = 4
+"""Pieces of one text, at most."""
 _SHORTEST_DOCSTRING = 400
-_NO_TEXT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data", "encodings"}
+_NO_TEXT = {"..", "test", "tests"}
 _LONGEST_FILE = 1 << 20
 _CHARS_PER_TOKEN = 6
+_Group = TypeVar("_Group")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ class Amounts:
     rows: int
     """Training rows: a quarter prose, a quarter code, half questions."""
     learned_tokens: int
-    """The last tokens of a text, which are learned. A question's answers are learned."""
+    """The last tokens of a text, which are learned; all but the first if a text has no more. A question's answers are
+    learned."""
+    decoded_tokens: int
+    """The last tokens of a text that follow its prompt, at most half of the text."""
     contexts: tuple[int, ...]
     """Tokens of held-out questions with their answers."""
     questions: int
@@ -89,13 +94,14 @@ class Amounts:
     """Held-out texts per kind."""
 
 
-def prepare(tokenizer: Any, amounts: Amounts, prose: str) -> Data:
+def prepare(tokenizer: Any, amounts: Amounts, prose: str, books: Sequence[str] = ()) -> Data:
     """Return the data.
 
     Args:
         tokenizer: of the model.
         amounts: how much.
         prose: the held-out prose.
+        books: prose to train on. A third of the prose rows are theirs; without books, all are docstrings.
 
     Raises:
         ConfigurationError: there is too little text, or a row is too short for a document with questions.
@@ -105,60 +111,92 @@ def prepare(tokenizer: Any, amounts: Amounts, prose: str) -> Data:
         raise ConfigurationError(f"row_tokens: got {amounts.row_tokens}, allowed: {shortest} or more")
     prompter = Prompter(tokenizer)
     tokens, quarter = amounts.row_tokens, amounts.rows // 4
-    code, held_out_code = (_pieces(prompter, _library(held_out), tokens) for held_out in (False, True))
-    manuals, held_out_manuals = (_pieces(prompter, _docstrings(held_out), tokens) for held_out in (False, True))
-    rows = [_text_row([piece], amounts.learned_tokens) for piece in _take(PROSE, manuals, quarter)]
-    rows += [_text_row([piece], amounts.learned_tokens) for piece in _take(CODE, code, quarter)]
+    chars = _MOST_PIECES * tokens * _CHARS_PER_TOKEN
+    code, held_out_code, manuals, held_out_manuals = (
+        _pieces(prompter, texts(held_out, chars), tokens)
+        for texts in (_sources, _docstrings)
+        for held_out in (False, True)
+    )
+    from_books = quarter // 3 if books else 0
+    told = [
+        *_take(PROSE, manuals, quarter - from_books),
+        *_take("books", _pieces(prompter, iter(books), tokens, from_books), from_books),
+        *_take(CODE, code, quarter),
+    ]
+    rows = [_text_row([piece], amounts.learned_tokens, amounts.decoded_tokens) for piece in told]
     rows += islice(_question_rows(prompter, tokens), amounts.rows - len(rows))
     random.Random(0).shuffle(rows)
     half = tokens // 2
     measured = [next(pieces)[:half] for pieces in (held_out_manuals, held_out_code)]
     texts = [Text(CODE, piece) for piece in _take(CODE, held_out_code, amounts.texts)]
-    texts += [Text(PROSE, piece) for piece in _take(PROSE, _pieces(prompter, iter([prose]), tokens), amounts.texts)]
+    stories = _pieces(prompter, iter([prose]), tokens, amounts.texts)
+    texts += [Text(PROSE, piece) for piece in _take(PROSE, stories, amounts.texts)]
     asked = [
         _question(build_item(TASKS[task], task, prompter, context, index, _HELD_OUT_SEED))
         for context in amounts.contexts
         for task in TASK_NAMES
         for index in range(amounts.questions)
     ]
-    return Data([*rows, _text_row(measured, amounts.learned_tokens)], texts, asked)
+    return Data([*rows, _text_row(measured, amounts.decoded_tokens, amounts.decoded_tokens)], texts, asked)
 
 
 def _question(item: Item) -> Question:
     return Question(item.task, item.context_tokens, item.context, item.question, item.answers, item.answer_tokens)
 
 
-def _library(held_out: bool) -> Iterator[str]:
-    """Yield source files of the standard library in random order: those that are held out, or the others."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(file for file in root.rglob("*.py") if not _NO_TEXT & set(file.relative_to(root).parts))
-    for file in _split(files, held_out):
-        if file.stat().st_size <= _LONGEST_FILE:
-            yield file.read_text(encoding="utf-8", errors="ignore")
+def _sources(held_out: bool, chars: int) -> Iterator[str]:
+    """Yield the source of a folder of an installed package, its files in order, folders in random order.
+
+    Args:
+        held_out: whether to yield the held-out folders, or the others.
+        chars: a text ends with the file that reaches so many characters.
+    """
+    for files in _split(_installed(lambda path: str(path.parent)), held_out):
+        yield _joined((file.read_text(encoding="utf-8", errors="ignore") for file in files), chars)
 
 
-def _docstrings(held_out: bool) -> Iterator[str]:
-    """Yield the long docstrings of a file of an installed package, files in random order."""
-    files = sorted(
-        {
-            Path(str(path.locate()))
-            for distribution in distributions()
-            for path in distribution.files or ()
-            if path.suffix == ".py" and not _NO_TEXT & set(path.parts)
-        }
-    )
+def _docstrings(held_out: bool, chars: int) -> Iterator[str]:
+    """Yield the long docstrings of an installed package, its files in order, packages in random order. See `_sources`.
+
+    A docstring that several places have is in one text, once.
+    """
     seen = set[str]()
-    for file in _split(files, held_out):
-        if file.exists() and file.stat().st_size <= _LONGEST_FILE:
-            found = [text for text in _long_docstrings(file) if text not in seen]
-            seen.update(found)
-            if found:
-                yield "\n\n".join(found)
+
+    def unseen(files: Iterable[Path]) -> Iterator[str]:
+        for text in (text for file in files for text in _long_docstrings(file)):
+            if text not in seen:
+                seen.add(text)
+                yield text
+
+    for files in _split(_installed(lambda path: path.parts[0]), held_out):
+        yield _joined(unseen(files), chars)
 
 
-def _split(files: Sequence[Path], held_out: bool) -> list[Path]:
-    shuffled = random.Random(0).sample(files, len(files))
-    return [file for number, file in enumerate(shuffled) if (number % _HELD_OUT_SHARE == 0) == held_out]
+def _joined(parts: Iterator[str], chars: int) -> str:
+    found, size = list[str](), 0
+    while size < chars and (part := next(parts, None)) is not None:
+        found.append(part)
+        size += len(part)
+    return "\n\n".join(found)
+
+
+def _installed(group: Callable[[PackagePath], str]) -> list[list[Path]]:
+    """Return the source files of all installed packages by group, sorted."""
+    groups: dict[str, set[Path]] = {}
+    for distribution in distributions():
+        for path in distribution.files or ():
+            if path.suffix == ".py" and not _NO_TEXT & set(path.parts):
+                groups.setdefault(group(path), set()).add(Path(str(path.locate())))
+    return [sorted(filter(_is_source, groups[name])) for name in sorted(groups)]
+
+
+def _is_source(file: Path) -> bool:
+    return file.exists() and file.stat().st_size <= _LONGEST_FILE
+
+
+def _split(groups: Sequence[_Group], held_out: bool) -> list[_Group]:
+    shuffled = random.Random(0).sample(groups, len(groups))
+    return [group for number, group in enumerate(shuffled) if (number % _HELD_OUT_SHARE == 0) == held_out]
 
 
 def _long_docstrings(file: Path) -> list[str]:
@@ -171,14 +209,21 @@ def _long_docstrings(file: Path) -> list[str]:
     return [text for text in texts if text and len(text) >= _SHORTEST_DOCSTRING]
 
 
-def _pieces(prompter: Prompter, texts: Iterator[str], tokens: int) -> Iterator[list[int]]:
-    """Yield the texts, joined, in pieces of `tokens` tokens, each as the model begins a text."""
-    begin, room = prompter.begin, list[int]()
+def _pieces(prompter: Prompter, texts: Iterator[str], tokens: int, most: int = _MOST_PIECES) -> Iterator[list[int]]:
+    """Yield pieces of `tokens` tokens, each of one text and as the model begins a text.
+
+    Args:
+        prompter: of the model.
+        texts: a text gives no piece if it is too short.
+        tokens: of a piece.
+        most: pieces of one text.
+    """
+    begin = prompter.begin
+    step = tokens - len(begin)
     for text in texts:
-        room += prompter.encode_plain(text + "\n\n")
-        while len(room) >= tokens - len(begin):
-            yield begin + room[: tokens - len(begin)]
-            room = room[tokens - len(begin) :]
+        ids = prompter.encode_plain(text)
+        for first in range(0, min(len(ids) - step + 1, most * step), step):
+            yield begin + ids[first : first + step]
 
 
 def _take(kind: str, pieces: Iterator[list[int]], count: int) -> list[list[int]]:
@@ -188,9 +233,9 @@ def _take(kind: str, pieces: Iterator[list[int]], count: int) -> list[list[int]]
     return found
 
 
-def _text_row(pieces: Sequence[list[int]], learned_tokens: int) -> Row:
-    prompts = tuple(len(piece) - min(learned_tokens, len(piece) // 2) for piece in pieces)
-    learned = [place >= prompt for piece, prompt in zip(pieces, prompts, strict=True) for place in range(len(piece))]
+def _text_row(pieces: Sequence[list[int]], learned_tokens: int, decoded_tokens: int) -> Row:
+    prompts = tuple(len(piece) - min(decoded_tokens, len(piece) // 2) for piece in pieces)
+    learned = [place >= max(len(piece) - learned_tokens, 1) for piece in pieces for place in range(len(piece))]
     return Row([token for piece in pieces for token in piece], learned, Packing(tuple(map(len, pieces))), prompts)
 
 
@@ -291,6 +336,19 @@ def read_data(path: Path) -> Data:
         return data
     except (OSError, EOFError, lzma.LZMAError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(f"data: got {path} ({error}), allowed: a file of `prepare`") from None
+
+
+def joined(parts: Sequence[Data], questions: int) -> Data:
+    """Return the rows of all parts, the texts of the first, and the first `questions` of each task and context.
+
+    The row that is measured during training is that of the first part.
+    """
+    asked: dict[tuple[str, int], list[Question]] = {}
+    for question in (question for part in parts for question in part.questions):
+        asked.setdefault((question.task, question.context_tokens), []).append(question)
+    rows = [row for part in parts for row in part.rows[:-1]]
+    chosen = [question for some in asked.values() for question in some[:questions]]
+    return Data([*rows, parts[0].rows[-1]], parts[0].texts, chosen)
 
 
 def _row(value: dict[str, Any]) -> Row:

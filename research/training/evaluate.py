@@ -21,6 +21,8 @@ DENSE = None
 """The budget of dense attention."""
 SCORED = 512
 """The last tokens of a text. They are decoded."""
+POSITIONS = "positions"
+"""The part of rows with the loss by position."""
 _STEPS_BETWEEN_READS = 8
 
 
@@ -238,6 +240,22 @@ def measure_texts(
             row["same_as_dense"].append(_equal(prediction.best, dense))
     for (kind, budget), values in found.items():
         yield {"part": "text", "text": kind, "budget_tokens": budget, **values}
+
+
+def measure_positions(model: Llama, texts: Sequence[Text], part_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each text: the loss of dense attention by position, in nats.
+
+    Args:
+        model: the model.
+        texts: to read.
+        part_tokens: a loss is the mean over so many tokens.
+    """
+    for text in texts:
+        tokens = torch.tensor(text.tokens, device=model.device)
+        hidden = model.hidden(tokens[None], torch.arange(len(tokens), device=model.device), model.attend)[0, :-1]
+        parts = zip(hidden.split(part_tokens), tokens[1:].split(part_tokens), strict=True)
+        losses = [round(model.nats(some, expected), 5) for some, expected in parts]
+        yield {"part": POSITIONS, "text": text.kind, "part_tokens": part_tokens, "losses": losses}
 
 
 def dense_tokens(model: Llama, texts: Sequence[Text], served: ServedSelection) -> list[torch.Tensor]:

@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.table import Table
 
 from bench.common.arms import BEFORE, Cell, Items, changes, losses, questions, weights_text
+from bench.common.options import size_text
 from bench.common.results import Row
-from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
+from research.training.evaluate import POSITIONS, SCORED
+from research.training.grid import recipe_of
+from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables of all arms, `BEFORE` among them."""
+    """Return the tables of all arms, `BEFORE` among them, or those of a longer context."""
+    if any(row.get("part") == POSITIONS for row in rows):
+        return _longer_tables(rows)
+    if any("learning_rate" in row and row.get("part") for row in rows):
+        return [_grid_table(rows)]
     parts: Mapping[str, tuple[Callable[[Sequence[Row]], Items], str]] = {
         "RULER, mean score of all questions": (questions, "{:.3f} [{:.3f}, {:.3f}]"),
         "Loss of held-out texts, minus dense before training, nats": (losses, "{:+.3f} [{:+.3f}, {:+.3f}]"),
@@ -28,9 +35,61 @@ def _table(title: str, items: Items, form: str) -> Table:
         cells = []
         for budget in budgets:
             if values := items.get(Cell(arm, rank, budget)):
-                found = estimate_amount(values)
-                cells.append(form.format(found.value, found.low, found.high))
+                cells.append(_interval(estimate_amount(values), form))
             else:
                 cells.append("")
         table.add_row(arm, "" if arm == BEFORE else weights_text(rank), *cells)
     return table
+
+
+def _grid_table(rows: Sequence[Row]) -> Table:
+    """Return the quality of each recipe."""
+    measured = [row for row in rows if row.get("part")]
+    before = [row for row in measured if recipe_of(row) == BEFORE]
+    table = Table("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before", title="Recipes")
+    for recipe in dict.fromkeys(map(recipe_of, measured)):
+        own = [row for row in measured if recipe_of(row) == recipe]
+        found = (questions(own), "{:.3f} [{:.3f}, {:.3f}]"), (losses([*before, *own]), "{:+.3f} [{:+.3f}, {:+.3f}]")
+        names = ["before", "", ""] if isinstance(recipe, str) else [str(each) for each in recipe]
+        for cell in dict.fromkeys(cell for cell in found[1][0] if (cell.arm == BEFORE) == (recipe == BEFORE)):
+            budget = "dense" if cell.budget_tokens is None else str(cell.budget_tokens)
+            shown = [_interval(estimate_amount(items[cell]), form) if cell in items else "" for items, form in found]
+            table.add_row(*names, budget, *shown)
+    return table
+
+
+def _longer_tables(rows: Sequence[Row]) -> list[Table]:
+    """Return RULER by context and budget, and the loss of texts by position and by budget."""
+    found: dict[str, dict[tuple[str, str], list[float]]] = {"questions": {}, POSITIONS: {}, "text": {}}
+    for row in rows:
+        arm = row["arm"] if not row["lora_rank"] else f"{row['arm']}, {weights_text(row['lora_rank'])}"
+        part = found.get(row.get("part", ""), {})
+        budget = "dense" if row.get("budget_tokens") is None else str(row["budget_tokens"])
+        if row.get("part") == "questions":
+            part.setdefault((arm, f"{size_text(row['context_tokens'])} {budget}"), []).extend(row["scores"])
+        elif row.get("part") == "text":
+            part.setdefault((arm, f"{row['text']} {budget}"), []).extend(row["losses"])
+        elif row.get("part") == POSITIONS:
+            for place, loss in enumerate(row["losses"], 1):
+                end = size_text(place * row["part_tokens"])
+                part.setdefault((arm, f"{row['text']} to {end}"), []).append(loss)
+    titles = {
+        "questions": "RULER, mean score, by context and budget",
+        POSITIONS: "Loss of texts by position, dense, nats",
+        "text": f"Loss of the last {SCORED} tokens of texts by budget, nats",
+    }
+    return [_by_arm(titles[name], values) for name, values in found.items() if values]
+
+
+def _by_arm(title: str, values: Mapping[tuple[str, str], list[float]]) -> Table:
+    """Return a table with a row for each column, as arms are few and columns many."""
+    arms, columns = (list(dict.fromkeys(key[place] for key in values)) for place in (0, 1))
+    table = Table("", *arms, title=title)
+    for column in columns:
+        found = [estimate_amount(values[arm, column]) if (arm, column) in values else None for arm in arms]
+        table.add_row(column, *("" if each is None else _interval(each, "{:.3f} [{:.3f}, {:.3f}]") for each in found))
+    return table
+
+
+def _interval(found: Estimate, form: str) -> str:
+    return form.format(found.value, found.low, found.high)
