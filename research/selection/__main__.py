@@ -1,6 +1,7 @@
 """Compares page statistics on the queries and keys of a model.
 
 python -m research.selection run --model MODEL --output selection.jsonl
+python -m research.selection gates --model MODEL --data training.jsonl.xz --output gates.jsonl
 python -m research.selection table selection.jsonl
 """
 
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import track
 
@@ -29,10 +31,13 @@ from bench.common.options import (
     usable_device,
 )
 from bench.common.results import ResultFile, read_runs
+from research.real.model import Llama
 from research.selection.evaluate import Grid, measure_layer
+from research.selection.gates import FORMS, Distillation, capture
 from research.selection.report import table
 from research.selection.statistics import STATISTICS
-from research.selection.texts import needle_texts, read_texts
+from research.selection.texts import Text, needle_texts, read_texts
+from research.training.data import read_data
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import open_tokenizer, run_app
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
@@ -40,6 +45,10 @@ from vllm_sparse_plugin.tools.needles import QUICK_TASKS
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 PAGE_SIZES = (8, 16, 32)
+BESIDE = ("quarters", "mean", "oracle")
+"""Statistics that gates are compared with."""
+_STEPS_OF_A_ROW = 10
+"""Steps for each row of the training in a result file."""
 
 app = make_app("Page statistics on the queries and keys of a model.")
 
@@ -97,10 +106,63 @@ def run(
                 # A sliding-window layer selects nothing.
                 for row in measure_layer(layer, kinds, grid) if layer is not None else ():
                     file.write(about | {"layer": index} | row)
-            if time.monotonic() > end:
-                typer.echo("time is up", err=True)
-                raise typer.Exit(3)
+            _end_after(end)
     console.print(table(read_runs(output)))
+
+
+@app.command("gates")
+def distill(
+    output: Output,
+    model: Annotated[Path, typer.Option(help="Folder of a Llama or a Gemma 3.")],
+    data: Annotated[Path, typer.Option(help="File of `research.training prepare`.")],
+    form: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(FORMS)}.")] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 8,
+    pages: Annotated[list[str] | None, typer.Option(help="Pages to read, repeatable. Default: 16,32,64,128.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training rows to read, one in each step.")] = 400,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    queries: Annotated[int, typer.Option(min=1, help="Newest tokens of a row to learn from.")] = 256,
+    measured: Annotated[int, typer.Option(min=1, help="Newest tokens of a held-out text to measure.")] = 64,
+    questions: Annotated[int, typer.Option(min=0, help="Held-out questions to measure.")] = 32,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    time_limit: TimeLimit = 540,
+    commit: Commit = None,
+) -> None:
+    """Train gates on rows of texts, and measure the pages they find in others beside statistics. Exit code 3 if time
+    runs out."""
+    end = time.monotonic() + time_limit
+    forms = {name: FORMS[name] for name in parse_names("form", form or FORMS, list(FORMS))}
+    counts = parse_sizes("pages", pages or ["16,32,64,128"])
+    grid = Grid((page_size,), tuple(count * page_size for count in counts), ())
+    found, where = read_data(data), usable_device(device)
+    weights = Llama.load(model, where, torch.bfloat16)
+    rows = [row.tokens for row in found.rows if len(row.packing.lengths) == 1]
+    texts = [Text(f"{each.kind}-{place}", each.tokens, measured) for place, each in enumerate(found.texts)]
+    # The answer begins after the last token of a question.
+    texts += [
+        Text(f"{each.task}-{place}", [*each.context, *each.question], 1)
+        for place, each in enumerate(found.questions[:: max(len(found.questions) // max(questions, 1), 1)][:questions])
+    ]
+    settings = {"steps": steps, "rate": rate, "queries": queries, "page_size": page_size}
+    with ResultFile(output, describe_run(model, commit) | {"gates": settings}) as file:
+        training, begin = Distillation(weights, page_size, steps, rate, forms), time.monotonic()
+        for step, losses in enumerate(training.train(itertools.cycle(rows), queries), 1):
+            if step % _STEPS_OF_A_ROW == 0 or step == steps:
+                file.write({"step": step, "divergence": losses, "seconds": round(time.monotonic() - begin, 2)})
+            _end_after(end)
+        for text in texts:
+            about = {"document": text.document, "context_tokens": len(text.tokens), "queries": text.queries}
+            for index, layer in capture(weights, text.tokens, text.queries).items():
+                kinds = {name: STATISTICS[name] for name in BESIDE} | training.statistics(index)
+                for row in measure_layer(layer, kinds, grid):
+                    file.write(about | {"layer": index} | row)
+            _end_after(end)
+    open_console().print(table(read_runs(output)))
+
+
+def _end_after(end: float) -> None:
+    if time.monotonic() > end:
+        typer.echo("time is up", err=True)
+        raise typer.Exit(3)
 
 
 @app.command("table")
