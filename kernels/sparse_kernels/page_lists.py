@@ -52,6 +52,25 @@ def chosen_pages(
     return torch.where((num_pages[:, None, None] <= most) | (slot >= most), -1, listed).int()
 
 
+def with_next_pages(
+    pages: torch.Tensor, num_pages: torch.Tensor, count: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns lists of pages for steps with longer contexts. The pages that a context completes next are at the end.
+
+    Args:
+        pages: `[num_tokens, num_kv_heads, k]` integer, pages of each context.
+        num_pages: `[num_tokens]` integer, complete pages of each context.
+        count: how many pages follow.
+        out: where to write; a new tensor by default.
+
+    Returns:
+        `[num_tokens, num_kv_heads, k + count]` in the dtype of `pages`.
+    """
+    place = torch.arange(count, dtype=pages.dtype, device=pages.device)
+    following = num_pages.to(pages.dtype)[:, None, None] + place
+    return torch.cat([pages, following.expand(*pages.shape[:2], count)], dim=2, out=out)
+
+
 def _by_row(counts: int | torch.Tensor, room: int) -> int | torch.Tensor:
     """Returns counts that broadcast to `[num_tokens, num_kv_heads, places]`, at most as many as there are places."""
     if isinstance(counts, int):

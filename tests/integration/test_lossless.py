@@ -111,6 +111,18 @@ def test_the_backend_drafts_as_long_as_pays_and_leaves_the_tokens_as_they_are(lo
     assert 3 <= drafts < steps
 
 
+def test_steps_that_read_pages_of_an_earlier_step_leave_the_tokens_as_they_are(lossless, texts):
+    kept = {**LOSSLESS["lossless"], "draft_tokens": 12, "score_every": 12}
+    with run_engine("unique", LOSSLESS | {"lossless": kept}, **ARGUMENTS) as engine:
+        continued = engine.answer(texts, max_tokens=64, ignore_eos=True)
+        accepted, drafted = (
+            engine.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("accepted", "draft")
+        )
+        leads = engine.leads_where_parted(texts, continued, lossless[0][1])
+    assert all(abs(lead) < TIE for lead in leads), leads
+    assert 0.4 < accepted / drafted <= 1, accepted / drafted
+
+
 def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless):
     """Frequencies of the two likeliest tokens, at positions with known distributions."""
     places = [

@@ -1,5 +1,6 @@
 """The drafter of vLLM's second model runner, on a CPU: the model is a formula, blocks have no attention."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +39,7 @@ class Formula(torch.nn.Module):
                 seq_lens=metadata.seq_lens.tolist(),
                 starts=metadata.query_start_loc.tolist(),
                 table=metadata.block_table_tensor.data_ptr(),
+                index=metadata.draft_index,
             )
         )
         return successor(input_ids.long(), positions)
@@ -60,6 +62,7 @@ class Group:
 
     def build_metadata_for_drafting(self, common, draft_index):
         self.built.append(common)
+        common.draft_index = draft_index
         return common
 
 
@@ -183,6 +186,21 @@ def test_nothing_runs_for_steps_that_draft_for_nobody(speculator):
     assert speculator.model.steps == []
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("score_every", "indices"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (8, [0, 1, 1])])
+def test_some_steps_read_the_pages_of_an_earlier_one(speculator, captured, score_every, indices):
+    speculator.rule = replace(speculator.rule, score_every=score_every)
+    speculator.reading_graphs = Graphs() if score_every > 1 else None
+    if captured:
+        speculator.capture()
+        speculator.model.steps.clear()
+    assert propose(speculator, [150, 121], [1, 1], [0, 0]).tolist() == [chain(13, 150), chain(12, 121)]
+    assert [step.index for step in speculator.model.steps] == indices
+    if captured:
+        assert len(speculator.graphs.replayed) == indices.count(0)
+        assert score_every == 1 or len(speculator.reading_graphs.replayed) == indices.count(1)
+
+
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_step_may_draft_less(speculator, length):
     drafts = propose(speculator, [150, 121], [1, 1], [0, 0], num_speculative_tokens=length)
@@ -219,5 +237,9 @@ def test_steps_are_captured_where_vllm_captures_whole_decode_steps(speculator, m
         "vllm_sparse_plugin.lossless.speculator.CudaGraphManager",
         lambda config, device, mode, decode_query_len: made.append((mode, decode_query_len)),
     )
+    expected = (CUDAGraphMode.FULL_DECODE_ONLY if captures else CUDAGraphMode.NONE, 1)
     speculator.init_cudagraph_manager(CUDAGraphMode[mode])
-    assert made == [(CUDAGraphMode.FULL_DECODE_ONLY if captures else CUDAGraphMode.NONE, 1)]
+    assert made == [expected]
+    speculator.rule = replace(speculator.rule, score_every=2)
+    speculator.init_cudagraph_manager(CUDAGraphMode[mode])
+    assert made == [expected] * 3

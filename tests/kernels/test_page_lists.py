@@ -7,7 +7,7 @@ import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.multi_token_decode import multi_token_decode
-from sparse_kernels.page_lists import attended_pages, chosen_pages
+from sparse_kernels.page_lists import attended_pages, chosen_pages, with_next_pages
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_topk import best_first, select_pages
 from sparse_kernels.sparse_attention import attend_pages
@@ -287,3 +287,16 @@ def test_lists_of_selections_that_have_gaps_or_other_widths():
     listed = torch.tensor([[19, 20, -1, 0], [9, 9, 9, 9], [-7, 4, 4, 3]])[:, None].int()
     assert attended_pages(listed, num_pages, 4)[:, 0].tolist() == [[19, 0, -1, -1], [0, 1, 2, 3], [4, 4, 3, -1]]
     assert attended_pages(listed, num_pages, by_row)[:, 0].tolist() == [[19, -1, -1, -1], [-1] * 4, [4, 4, 3, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_list_goes_on_with_the_pages_that_its_context_completes_next(dtype):
+    pages = torch.tensor([[[2, 0], [1, -1]], [[5, 6], [0, 6]]], dtype=dtype)
+    expected = [[[2, 0, 3, 4], [1, -1, 3, 4]], [[5, 6, 7, 8], [0, 6, 7, 8]]]
+    num_pages = torch.tensor([3, 7])
+    longer = with_next_pages(pages, num_pages, 2)
+    assert (longer.tolist(), longer.dtype) == (expected, dtype)
+    room = torch.full((3, 2, 4), -2, dtype=dtype)
+    with_next_pages(pages, num_pages, 2, out=room[:2])
+    assert room.tolist() == [*expected, [[-2] * 4] * 2]
+    assert torch.equal(with_next_pages(pages, num_pages, 0), pages)

@@ -1,8 +1,10 @@
 """The number of draft tokens of each request, from settings and lengths."""
 
 import pytest
+from support.settings import refusal
 
 from vllm_sparse_plugin.config import DraftRule, resolve
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 SHORTEST = {
     "its own setting": ({}, 8192),
@@ -54,3 +56,53 @@ def test_sparse_steps_answer_unless_asked_to_draft():
 )
 def test_drafts_stay_within_reserved_blocks_and_the_longest_context(reserved, longest, drafts):
     assert DraftRule(draft_tokens=4, min_context_tokens=100).drafts(100, reserved, longest) == drafts
+
+
+@pytest.mark.parametrize(
+    ("score_every", "draft_tokens", "choosing", "next_pages"),
+    [
+        (1, 8, [0, 1, 2, 3, 4, 5, 6, 7], 0),
+        (2, 8, [0, 2, 4, 6], 1),
+        (3, 8, [0, 3, 6], 1),
+        (9, 9, [0], 1),  # eight tokens complete one page of 8 at most
+        (10, 10, [0], 2),
+        (64, 4, [0], 1),
+    ],
+)
+def test_every_nth_step_of_a_draft_chooses_pages(score_every, draft_tokens, choosing, next_pages):
+    rule = DraftRule(draft_tokens, 100, score_every=score_every)
+    assert [index for index in range(draft_tokens) if rule.chooses_pages(index)] == choosing
+    assert (rule.keeps_pages, rule.next_pages(8)) == (score_every > 1, next_pages)
+    for length in range(64, 73):
+        completed = max((length + index) // 8 - length // 8 for index in range(min(score_every, draft_tokens)))
+        assert completed <= rule.next_pages(8)
+    assert not DraftRule(1, 100, score_every=8).keeps_pages
+
+
+def test_pages_are_kept_where_every_step_would_choose_some():
+    asked = {"lossless": {"score_every": 4}}
+    assert resolve(asked, "quest").draft_rule.score_every == 4
+    for other, preset, got in (
+        ({"routing": {"threshold": 0.5}}, "unique", "a value with routing"),
+        ({"stopping": {}}, "unique", "a value with stopping"),
+        ({"selection": {"coverage": 0.9}}, "unique", "a value with selection.coverage"),
+        ({}, "streaming_llm", "a value with policy streaming_llm, which scores no pages"),
+    ):
+        assert refusal(asked | other, preset) == f"sparse_attention.lossless.score_every: got {got}, allowed: none"
+        assert resolve({"lossless": {}} | other, preset).draft_rule.score_every == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "pages"),
+    [
+        ({"lossless": {"score_every": 4}}, 64 + 1),
+        ({"lossless": {"score_every": 16, "draft_tokens": 16}}, 64 + 2),
+        ({"lossless": {}, "selection": {"coverage": 0.9}}, 0),
+        ({"lossless": {"score_every": 1}}, 0),
+        ({"lossless": {"score_every": 4, "draft_tokens": 1}}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_memory_of_kept_pages(settings, pages):
+    selection = {"selection": {"budget_tokens": 512}} | settings
+    assert kept_page_bytes(resolve(selection, "unique"), heads=256, requests=24) == 4 * pages * 256 * 24

@@ -215,6 +215,16 @@ def test_evictions_keep_queries_of_all_running_requests():
         _pool(evicting, LLAMA, 2**35, 64, 4096)
 
 
+def test_drafts_keep_pages_of_all_running_requests():
+    drafting = resolve({"lossless": {"score_every": 8}, "selection": {"budget_tokens": 2040}}, "unique")
+    layer_bytes = 32 * LLAMA.block_bytes(drafting, 64)
+    (_, blocks), (_, fewer) = (_pool(drafting, LLAMA, 2**35, 64, running) for running in (0, 4096))
+    # 256 pages of 4 bytes for 32 layers with 8 KV heads are 256 KiB for a request.
+    assert blocks - fewer == -(-4096 * 2**18 // layer_bytes)
+    with pytest.raises(ConfigurationError, match=r"^max_num_seqs: got 131072, allowed: fewer, since drafts keep pages"):
+        _pool(drafting, LLAMA, 2**35, 64, 1 << 17)
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("80GiB", 80 << 30), ("1.5GB", 1_500_000_000), ("12", 12), ("2 MiB", 2 << 20)]
 )

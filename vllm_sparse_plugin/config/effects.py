@@ -16,6 +16,7 @@ from vllm_sparse_plugin.config.trained import TRAINED
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import DensePolicy, StreamingLLMSelection
 from vllm_sparse_plugin.policies.base import Section
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 _NOT_OF_A_USER = ("preset ", "backend preset ", TRAINED)
 """Prefixes of source names that are not the user's."""
@@ -97,6 +98,11 @@ def check_effects(resolved: ResolvedConfig) -> None:
     for section in ("routing", "stopping", "compaction"):
         # A skipped group chooses no pages, and a page has other tokens in each layer after compaction.
         expect(getattr(config, section) is None, f"{KEY}.selection.anchor_layers", f"a value with {section}", "none")
+    beside = {"routing": routing, "stopping": config.stopping, "selection.coverage": coverage}
+    for name, value in beside.items():
+        expect(value is None, f"{KEY}.lossless.score_every", f"a value with {name}", "none")
+    expect(isinstance(resolved.selection, ScoredSelection), f"{KEY}.lossless.score_every",
+           f"a value with policy {policy}, which scores no pages", "none")  # fmt: skip
     for_cubic = "none, or with a cubic: a threshold is the same for all contexts"
     by_length = routing is None or routing.cubic is not None
     expect(by_length, f"{KEY}.routing.shortest", "a value with a threshold", for_cubic)

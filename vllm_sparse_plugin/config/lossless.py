@@ -20,6 +20,8 @@ class Lossless(Section):
     """`adaptive`: 0 to `draft_tokens`, by acceptance and step times. `fixed`: `draft_tokens`, so that seeds repeat."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
     """Shorter contexts, and contexts that a draft would read whole, decode densely without drafts."""
+    score_every: Annotated[int, Field(ge=1, le=64)] = 1
+    """Tokens of a draft that read pages of one choice; 1: each token chooses its pages."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class DraftRule:
     """Shortest context that is drafted for."""
     is_adaptive: bool = False
     """Whether fewer are where that is faster, see `lossless.pace`."""
+    score_every: int = 1
+    """Steps of a draft that read pages of one choice."""
 
     @property
     def step_lengths(self) -> tuple[int, ...]:
@@ -39,6 +43,19 @@ class DraftRule:
         and its quarters if the length adapts."""
         counts = (0, 1, 2, 3, 4) if self.is_adaptive else (0, 4)
         return tuple(sorted({self.draft_tokens * count // 4 for count in counts}))
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether steps of a draft read pages that an earlier step has chosen."""
+        return min(self.score_every, self.draft_tokens) > 1
+
+    def chooses_pages(self, index: int) -> bool:
+        """Returns whether a step of a draft, by its index, chooses pages."""
+        return index % self.score_every == 0
+
+    def next_pages(self, page_size: int) -> int:
+        """Returns how many pages a context may complete between two choices."""
+        return -(-(min(self.score_every, self.draft_tokens) - 1) // page_size)
 
     def covers(self, context_tokens: int) -> bool:
         """Returns whether a context of so many tokens is long enough to draft for."""

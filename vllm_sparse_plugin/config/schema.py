@@ -257,7 +257,12 @@ class ResolvedConfig:
         shortest = max(lossless.min_context_tokens, self.config.min_context_tokens)
         if selector is not None and self.routing is None:
             shortest = max(shortest, (selector.pages_read.least + 1) * selector.page_size)
-        return DraftRule(lossless.draft_tokens, shortest, lossless.draft_length == "adaptive")
+        # A skipped group chooses no pages. A stop or a coverage decides for one token alone.
+        alone = self.routing is None and self.config.stopping is None and self.coverage is None
+        alone = alone and isinstance(self.selection, ScoredSelection)
+        return DraftRule(
+            lossless.draft_tokens, shortest, lossless.draft_length == "adaptive", lossless.score_every if alone else 1
+        )
 
     @property
     def draft_is_sparse(self) -> bool:

@@ -86,8 +86,10 @@ class SparseDrafter:
             wanted = self.watch.step(made, wanted, Load.of(lengths), time.perf_counter())
         drafts: list[list[int]] = [[] for _ in wanted]
         newest = [int(token_ids_cpu[request, length - 1]) for request, length in enumerate(lengths)]
+        by_length = sorted(range(len(wanted)), key=lambda request: -wanted[request])
         for index in range(max(wanted, default=0)):
-            requests = [request for request, number in enumerate(wanted) if number > index]
+            # Longer drafts come first, so the rows of a step are the first rows of the step before.
+            requests = [request for request in by_length if wanted[request] > index]
             positions = torch.tensor([lengths[request] - 1 + index for request in requests])
             tokens = torch.tensor([newest[request] for request in requests], dtype=torch.int32)
             for request, token in zip(requests, self._step(runner, requests, tokens, positions, index), strict=True):

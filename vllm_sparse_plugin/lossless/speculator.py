@@ -43,6 +43,8 @@ class SparseSpeculator(DraftModelSpeculator):
         assert rule is not None
         self.rule = rule
         self.graphs: CudaGraphManager | None = None
+        self.reading_graphs: CudaGraphManager | None = None
+        """Graphs of steps that read the pages of an earlier step; None if each step chooses pages."""
         # vLLM looks here for layers of a separate draft model.
         self.attn_groups: list[Any] = []
         self.rows = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -74,20 +76,26 @@ class SparseSpeculator(DraftModelSpeculator):
         captures = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if captures else CUDAGraphMode.NONE
         self.graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+        if self.rule.keeps_pages:
+            self.reading_graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
         """Captures a drafting step for each number of requests that vLLM captures."""
-        assert self.graphs is not None
 
-        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
-            rows = desc.num_tokens
-            self.block_tables.get_dummy_block_tables(rows)
-            nobody = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self._begin(rows, nobody, nobody, nobody.bool())
-            metadata = self._metadata(rows, torch.ones(rows, dtype=torch.int32))
-            return lambda _: self._step(rows, metadata)
+        def forward_of(index: int) -> Callable[[BatchExecutionDescriptor, bool], Callable[[CUDAGraphMode], None]]:
+            def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+                rows = desc.num_tokens
+                self.block_tables.get_dummy_block_tables(rows)
+                nobody = torch.zeros(rows, dtype=torch.int64, device=self.device)
+                self._begin(rows, nobody, nobody, nobody.bool())
+                metadata = self._metadata(rows, torch.ones(rows, dtype=torch.int32), index)
+                return lambda _: self._step(rows, metadata)
 
-        self.graphs.capture(create_forward_fn, progress_bar_desc="Capturing CUDA graphs of drafting steps")
+            return create_forward_fn
+
+        for index, graphs in enumerate((self.graphs, self.reading_graphs)):
+            if graphs is not None:
+                graphs.capture(forward_of(index), progress_bar_desc="Capturing CUDA graphs of drafting steps")
 
     @torch.inference_mode()
     def propose(
@@ -139,10 +147,13 @@ class SparseSpeculator(DraftModelSpeculator):
         desc = self.graphs.dispatch(count, count, uniform_token_count=1, num_active_loras=0)
         self._begin(desc.num_tokens, newest, positions, wanted)
         # A graph needs no metadata, but building it counts the steps.
-        metadata = self._metadata(desc.num_tokens, lengths)
-        for _ in range(length):
+        choosing = reading = self.graphs, self._metadata(desc.num_tokens, lengths, 0)
+        if self.reading_graphs is not None:
+            reading = self.reading_graphs, self._metadata(desc.num_tokens, lengths, 1)
+        for index in range(length):
+            graphs, metadata = choosing if self.rule.chooses_pages(index) else reading
             if desc.cg_mode == CUDAGraphMode.FULL:
-                self.graphs.run_fullgraph(desc)
+                graphs.run_fullgraph(desc)
             else:
                 self._step(desc.num_tokens, metadata)
         return self.draft_tokens[:count]
@@ -179,13 +190,13 @@ class SparseSpeculator(DraftModelSpeculator):
         self.draft_tokens[:count] = newest[:, None]
         self.place.zero_()
 
-    def _metadata(self, rows: int, lengths: torch.Tensor) -> dict[str, Any]:
-        """Returns the metadata of all steps of a draft, by layer. The values that change between steps are on the
-        device.
+    def _metadata(self, rows: int, lengths: torch.Tensor, index: int) -> dict[str, Any]:
+        """Returns the metadata of steps of a draft, by layer. The values that change between steps are on the device.
 
         Args:
             rows: requests of a step, padding included.
             lengths: `[num_requests]` int32 on the host, upper bounds of the contexts in the first step.
+            index: 0 for steps that choose pages, 1 for the others.
         """
         buffers, starts = self.input_buffers, torch.arange(rows + 1, dtype=torch.int32)
         bound = torch.zeros(rows, dtype=torch.int32)
@@ -209,7 +220,7 @@ class SparseSpeculator(DraftModelSpeculator):
                 positions=buffers.positions[:rows],
             )
             for group in groups:
-                metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(common, 0))
+                metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(common, index))
         return metadata
 
     def _step(self, rows: int, metadata: dict[str, Any]) -> None:

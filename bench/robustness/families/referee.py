@@ -224,8 +224,10 @@ def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
 
     decode = SparseCUDAImpl._decode
 
-    def watched(layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> torch.Tensor | None:
-        pages = decode(layer, batch, cache, output)
+    def watched(
+        layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
+    ) -> torch.Tensor | None:
+        pages = decode(layer, batch, cache, output, wants_pages)
         referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
         return pages
 

@@ -19,6 +19,7 @@ from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.metrics import sampling
 from vllm_sparse_plugin.policies import reads_selection
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
@@ -240,12 +241,12 @@ def test_a_warm_up_of_prompts_that_fails_is_said_and_leaves_neither_cache_nor_co
     assert not counters.any()
 
 
-@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "zipvl_paper", "unique", "snapkv", "h2o"])
+@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "zipvl_paper", "unique", "lossless", "snapkv", "h2o"])
 def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
-    config = resolve(None, preset)
+    config = resolve({"lossless": {"score_every": 8}} if preset == "lossless" else None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
     layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32, 1), GROUP
     query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
@@ -261,4 +262,5 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, prese
         "snapkv": windows, "h2o": windows + 32 * 4 * HEADS * 4096,
     }  # fmt: skip
     every = wanted.get(preset, 0) + (WHOLE_SCRATCH if reads_selection(config.selector) else 0)
+    every += kept_page_bytes(config, 32 * HEADS, 1)
     assert asked == ([(every,)] if every else [])

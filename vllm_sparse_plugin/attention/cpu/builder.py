@@ -60,6 +60,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         # Lossless mode takes no budgets of requests. The rows of its drafting steps are not those of the runner.
         served = rows.current_if_any() if self.sparse.lossless is None else None
+        self.draft_rule = self.sparse.draft_rule
+        self.chosen: DecodeTokens | None = None
+        """The newest step of a draft that chose pages."""
         self.requested = RequestedPages(self.sparse, served, on_gpu=False)
         assert self.reorder_batch_threshold is not None
         self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
@@ -89,7 +92,14 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return self._build(common_prefix_len, common_attn_metadata, fast_build, self.sparse.lossless is None)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCPUMetadata:
-        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+        metadata = self._build(0, common_attn_metadata, fast_build=True, selects=True)
+        decode, rule = metadata.decode, self.draft_rule
+        if decode is not None and rule is not None and rule.keeps_pages:
+            if rule.chooses_pages(draft_index):
+                decode.keeps_pages, self.chosen = True, decode
+            else:
+                decode.chosen_before = self.chosen
+        return metadata
 
     def _build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool

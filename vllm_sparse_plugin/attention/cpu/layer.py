@@ -170,15 +170,15 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         routing = self.plan.routing
         skipped = None if routing is None else route_groups(tokens, self.cache.keys, routing)
         given = None
-        if self.plan.anchor is not None:
-            given = decode.chosen[self.plan.anchor]
+        if self.plan.anchor is not None or decode.chosen_before is not None:
+            given = decode.pages_of(self.plan.anchor or name, self.plan.page_size)
             given = given if self.plan.anchor_heads is None else given[:, self.plan.anchor_heads]
         if decode.sampled is not None:
             with dropping(UNMEASURED):
                 self._measure(tokens, decode, skipped, given)
         if routing is None or skipped is None:
             pages = self._choose(tokens, self.cache, self.all_heads, decode.limits) if given is None else given
-            if self.plan.is_anchor:
+            if self.plan.is_anchor or decode.keeps_pages:
                 decode.chosen[name] = pages
             return attend_pages(tokens, self.cache, pages, self.softmax)
         if routing.counts is not None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from sparse_kernels.batch import Prompts
 from sparse_kernels.page_coverage import Limits
+from sparse_kernels.page_lists import with_next_pages
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
@@ -35,8 +36,27 @@ class DecodeTokens:
     masses: torch.Tensor | None = None
     """Sums of the estimated masses of its request; None if they are not logged."""
     chosen: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The pages that each anchor layer chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before
-    the layers that read its pages."""
+    """The pages that layers chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before the layers
+    that read its pages."""
+    keeps_pages: bool = False
+    """Whether every layer that chooses pages notes them in `chosen`, for later steps of a draft."""
+    chosen_before: DecodeTokens | None = None
+    """The step of the draft that chose the pages of this step. Its first tokens are of the same requests. None if this
+    step chooses."""
+
+    def pages_of(self, layer: str, page_size: int) -> torch.Tensor:
+        """Returns the pages that `layer` chose in this step or before, with the pages that are complete since.
+
+        Returns:
+            `[num_tokens, num_kv_heads, n]` int64, -1 for none.
+        """
+        before = self.chosen_before
+        if before is None:
+            return self.chosen[layer]
+        rows = slice(len(self.tokens))
+        num_pages, known = self.context_lens // page_size, before.context_lens[rows] // page_size
+        pages = with_next_pages(before.chosen[layer][rows], known, int((num_pages - known).max()))
+        return pages.where(pages < num_pages[:, None, None], -1)
 
 
 class PromptTokens(NamedTuple):

@@ -32,6 +32,7 @@ from vllm_sparse_plugin.attention.base import (
 )
 from vllm_sparse_plugin.attention.cuda.metadata import (
     DecodeRequests,
+    KeptPages,
     SampledToken,
     SparseCUDAMetadata,
     first_requests,
@@ -132,12 +133,28 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if isinstance(self.compaction, StepEvictions):
             longest = vllm_config.model_config.max_model_len
             warm_up_evictions(list(layers.values()), kv_cache_spec, longest, self.compaction, device)
+        self.draft_rule = sparse.draft_rule
+        self.kept_pages = self._room_for_pages(layers, group.plans)
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
         self.any_dense_decode = any(plan.prefill and not plan.is_sparse for plan in group.plans.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
+
+    def _room_for_pages(
+        self, layers: dict[str, Attention], plans: dict[str, LayerPlan]
+    ) -> dict[str, torch.Tensor] | None:
+        """Returns `KeptPages.of_layers`; None unless steps of drafts read pages of an earlier step."""
+        rule, room = self.draft_rule, {}
+        if rule is None or not rule.keeps_pages:
+            return None
+        for name, plan in plans.items():
+            if plan.page_selection is not None and plan.anchor is None:
+                width = plan.page_selection.k + rule.next_pages(plan.page_size)
+                shape = self.vllm_config.scheduler_config.max_num_seqs, layers[name].num_kv_heads, width
+                room[name] = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        return room
 
     def _stop_scratch(
         self, layers: dict[str, Attention], plans: dict[str, LayerPlan], max_tokens: int
@@ -164,7 +181,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         return self._build(common_prefix_len, common_attn_metadata, fast_build, self.answers_sparsely)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCUDAMetadata:
-        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+        metadata = self._build(0, common_attn_metadata, fast_build=True, selects=True)
+        if self.kept_pages is not None and self.draft_rule is not None:
+            metadata.kept = KeptPages(self.kept_pages, are_read=not self.draft_rule.chooses_pages(draft_index))
+        return metadata
 
     def _build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool

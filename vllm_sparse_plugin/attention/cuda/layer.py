@@ -155,18 +155,25 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
 
     def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
         """Attends with the decoding tokens of a step."""
-        cache = scaled(self.cache, layer)
+        cache, kept, anchor = scaled(self.cache, layer), metadata.kept, self.plan.anchor
         for part, decode in enumerate(metadata.decode):
-            batch = self._batch_of(layer, query, decode)
-            if self.plan.anchor is not None:
-                chosen = metadata.chosen[self.plan.anchor, part].of_heads(self.plan.anchor_heads)
+            batch, given = self._batch_of(layer, query, decode), None
+            if kept is not None and kept.are_read:
+                given = kept.of(anchor or layer.layer_name, batch.num_requests)
+            elif anchor is not None:
+                given = metadata.chosen[anchor, part]
+            if given is not None:
+                chosen = given.of_heads(self.plan.anchor_heads)
                 batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
             elif decode.limits is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
                 batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.limits, counters)
-            pages = self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
-            if pages is not None:
+            heads = DecodeOutput(output[decode.tokens], counters=self.plan.counters)
+            pages = self._decode(batch, cache, heads, given is None and (self.plan.is_anchor or kept is not None))
+            if pages is not None and self.plan.is_anchor:
                 metadata.chosen[layer.layer_name, part] = ChosenPages(pages, batch.budgets)
+            if pages is not None and kept is not None:
+                kept.keep(layer.layer_name, pages, batch.num_pages(self.plan.page_size))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
                 with dropping(UNMEASURED):
@@ -205,18 +212,20 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             batch = part.prompts.batch(query[part.tokens], scale)
             attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
 
-    def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> torch.Tensor | None:
+    def _decode(
+        self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
+    ) -> torch.Tensor | None:
         """Attends with decoding tokens as the plan says.
 
         Returns:
-            The chosen pages if other layers read them.
+            The chosen pages if `wants_pages`, for other layers or later steps.
         """
         plan = self.plan
         selection = plan.selection_of(batch)
         if plan.selects_in_torch and batch.pages is None:
             assert plan.selector is not None
             batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
-        elif plan.is_anchor:
+        elif wants_pages:
             assert selection is not None
             room = batch.num_tokens, cache.num_kv_heads, selection.k
             output = replace(output, pages=batch.query.new_empty(room, dtype=torch.int32))
@@ -231,4 +240,4 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             sparse_decode(
                 batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
             )
-        return (batch.pages if output.pages is None else output.pages) if plan.is_anchor else None
+        return (batch.pages if output.pages is None else output.pages) if wants_pages else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import WholeRequests
 from sparse_kernels.page_coverage import Limits
+from sparse_kernels.page_lists import with_next_pages
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
@@ -73,6 +75,25 @@ class ChosenPages(NamedTuple):
         return ChosenPages(self.pages[:, heads].contiguous(), budgets)
 
 
+class KeptPages(NamedTuple):
+    """The pages that a step of a draft chooses and later steps read."""
+
+    of_layers: Mapping[str, torch.Tensor]
+    """`[max_requests, num_kv_heads, k + n]` int32 for each layer that chooses: its pages, then the `n` pages that the
+    context completes next. CUDA graphs read them."""
+    are_read: bool
+    """Whether this step reads the pages; otherwise it chooses them."""
+
+    def keep(self, layer: str, pages: torch.Tensor, num_pages: torch.Tensor) -> None:
+        """Keeps the pages of a layer, `[num_requests, num_kv_heads, k]` int32, for contexts with so many pages."""
+        kept = self.of_layers[layer][: len(pages)]
+        with_next_pages(pages, num_pages, kept.shape[2] - pages.shape[2], out=kept)
+
+    def of(self, layer: str, requests: int) -> ChosenPages:
+        """Returns the pages of a layer for the first `requests` requests."""
+        return ChosenPages(self.of_layers[layer][:requests], None)
+
+
 @dataclass
 class SparseCUDAMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata of the whole batch, with the parts for sparse layers."""
@@ -95,6 +116,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     chosen: dict[tuple[str, int], ChosenPages] = field(default_factory=dict)
     """The pages of this step by anchor layer and index in `decode`. An anchor layer runs before the layers that read
     its pages."""
+    kept: KeptPages | None = None
+    """The pages of the draft; None in other steps, and if each step of a draft chooses."""
     verified: DecodeRequests | None = None
     """All requests of a step that only verifies drafts, densely; None in other steps."""
 

@@ -24,6 +24,7 @@ from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import reads_selection
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
@@ -36,18 +37,19 @@ _COLD = "its kernels are compiled when a prompt needs them"
 
 
 def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
-    """Allocates and frees the scratch of sparse prefill, compaction and long dense requests, so that vLLM's memory
-    profile leaves room for it."""
+    """Allocates and frees the scratch of sparse prefill, compaction, drafts and long dense requests, so that vLLM's
+    memory profile leaves room for it."""
     backend: type[SparseBackend] = layer.attn_backend
-    config, wanted, longest = backend.config(), 0, impl.model_size.longest_context
+    config, wanted, size = backend.config(), 0, impl.model_size
+    longest = size.longest_context
     if config.moves_tokens:
         assert config.compaction is not None
         # Votes, their order, and the queries of prompts that end in one step.
         wanted = _WINDOW_SCRATCH + 40 * impl.num_kv_heads * longest
         if config.compaction.retention().counts_every_query:
             # The votes of a prompt that is still in prefill, in all layers.
-            wanted += 4 * impl.num_kv_heads * longest * impl.model_size.num_layers
-        size, itemsize = impl.model_size, query.dtype.itemsize
+            wanted += 4 * impl.num_kv_heads * longest * size.num_layers
+        itemsize = query.dtype.itemsize
         of_request = config.compaction.query_bytes(size.num_layers, impl.num_heads, impl.head_size, itemsize)
         wanted += size.requests * of_request
     if isinstance(config.prefill, BlockPrefill):
@@ -66,6 +68,7 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
     if reads_selection(config.selector):
         # Planning allocates it after the profile, and keeps it.
         wanted += WHOLE_SCRATCH
+    wanted += kept_page_bytes(config, impl.num_kv_heads * size.num_layers, size.requests)
     if not wanted:
         return
     torch.empty(wanted, dtype=torch.uint8, device=query.device)

@@ -23,6 +23,7 @@ from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
@@ -93,7 +94,10 @@ def plan(
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
     max_num_seqs: Annotated[
-        int, typer.Option(help="As for vLLM; counts with compaction.every alone.", min=1, max=_MOST_TOKENS)
+        int,
+        typer.Option(
+            help="As for vLLM; counts with compaction.every and lossless.score_every alone.", min=1, max=_MOST_TOKENS
+        ),
     ] = 256,
     attention_backend: AttentionBackend = "unique",
     additional_config: AdditionalConfig = "{}",
@@ -236,12 +240,15 @@ def _pool(
 ) -> tuple[list[Retention | None], int]:
     """Return the retention of each block table of a request, and the number of blocks that the tables share."""
     layer_bytes = shape.block_bytes(config, block_size)
+    memory -= kept_page_bytes(config, shape.layers * shape.kv_heads, running)
+    if config.compaction is not None:
+        # Queries have 16 bits where keys have fewer.
+        memory -= running * config.compaction.query_bytes(shape.layers, shape.heads, shape.head_size, 2)
+    if memory <= 0:
+        keep = "drafts keep pages" if config.compaction is None else "evictions keep queries"
+        raise ConfigurationError(f"max_num_seqs: got {running}, allowed: fewer, since {keep} of each")
     if config.compaction is None:
         return [None], memory // (layer_bytes * shape.layers)
-    # Queries have 16 bits where keys have fewer.
-    memory -= running * config.compaction.query_bytes(shape.layers, shape.heads, shape.head_size, 2)
-    if memory <= 0:
-        raise ConfigurationError(f"max_num_seqs: got {running}, allowed: fewer, since evictions keep queries of each")
     kept = list(dict.fromkeys(config.compaction.retention().of_layers(shape.layers)))
     return [*kept], memory // (layer_bytes * (shape.layers // len(kept)))
 
