@@ -71,6 +71,8 @@ class Job(BaseModel):
     budget_tokens: int | None
     draft_tokens: int | None
     """None for dense decoding."""
+    score_every: int
+    """Steps of a draft that read pages of one choice."""
     block_size: int | None
     prompts: str
     """JSON lines file of `Prompt`."""
@@ -82,14 +84,22 @@ class Job(BaseModel):
     @property
     def setting(self) -> str:
         """Name in tables."""
-        return "dense" if self.draft_tokens is None else f"{self.budget_tokens} x {self.draft_tokens}"
+        if self.draft_tokens is None:
+            return "dense"
+        name = f"{self.budget_tokens} x {self.draft_tokens}"
+        return name if self.score_every == 1 else f"{name}, scored every {self.score_every}"
 
     @property
     def additional_config(self) -> str:
         """The JSON for vLLM's `--additional-config`."""
         if self.draft_tokens is None:
             return json.dumps({KEY: {"selection": {"policy": "dense"}}})
-        lossless = {"draft_tokens": self.draft_tokens, "draft_length": "fixed", "min_context_tokens": 0}
+        lossless = {
+            "draft_tokens": self.draft_tokens,
+            "draft_length": "fixed",
+            "min_context_tokens": 0,
+            "score_every": self.score_every,
+        }
         return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
 
 
@@ -115,6 +125,9 @@ def lossless(
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
     budget: Annotated[list[str] | None, typer.Option(help="Tokens that a draft reads; 512 and 2048.")] = None,
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 4 and 8.")] = None,
+    score_every: Annotated[
+        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice; 1.")
+    ] = None,
     context: Annotated[
         list[str] | None, typer.Option(help="Context in tokens, repeatable. Default: 4K,8K,16K.")
     ] = None,
@@ -133,6 +146,7 @@ def lossless(
     tasks, contexts = split_values(task or ["kv", "multikey"]), parse_sizes("context", context or ["4K,8K,16K"])
     budgets = parse_sizes("budget", budget or ["512,2048"])
     lengths = parse_sizes("draft_tokens", draft_tokens or ["4,8"])
+    choices = parse_sizes("score_every", score_every or ["1"])
     console = open_console()
     failed = []
     with open_model(model) as opened, tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
@@ -144,11 +158,12 @@ def lossless(
             found = _prompts(opened.folder, tasks, contexts, prompts, new_tokens, seed)
             _write_lines(asked, (prompt.model_dump_json() for prompt in found))
         # Dense decoding comes first, for the comparison.
-        for size, drafts in [(None, None), *product(budgets, lengths)]:
+        for size, drafts, every in [(None, None, 1), *product(budgets, lengths, choices)]:
             job = Job(
                 model=str(opened.folder),
                 budget_tokens=size,
                 draft_tokens=drafts,
+                score_every=every,
                 block_size=block_size,
                 prompts=str(asked),
                 answers=str(answers),
@@ -247,6 +262,7 @@ def _measure(llm: LLM, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
             "context_tokens": group[1],
             "budget_tokens": job.budget_tokens,
             "draft_tokens": job.draft_tokens,
+            "score_every": job.score_every,
             "prompts": len(here),
             "tokens": sum(map(len, answers)),
             "parted": [[number, part[0], round(part[1], 4)] for number, part in parts if part is not None],

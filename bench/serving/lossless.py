@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from itertools import count
+from itertools import count, product
 from typing import Annotated, Any, Literal
 
 import typer
@@ -57,6 +57,8 @@ class LosslessSettings(EngineSettings):
     draft_length: DraftLength
     min_context_tokens: int
     """Shortest context with drafts."""
+    score_every: int
+    """Steps of a draft that read pages of one choice."""
     budget_tokens: int
     acceptance: tuple[float | None, ...]
     """Probabilities of accepting a draft; None for the model's decision."""
@@ -70,7 +72,8 @@ class LosslessSettings(EngineSettings):
         """The name in sentences and tables."""
         if self.draft_tokens is None:
             return self.backend
-        return f"lossless, {'' if self.draft_length == 'fixed' else 'up to '}{self.draft_tokens} drafts"
+        name = f"lossless, {'' if self.draft_length == 'fixed' else 'up to '}{self.draft_tokens} drafts"
+        return name if self.score_every == 1 else f"{name}, scored every {self.score_every}"
 
     @property
     def additional_config(self) -> str | None:
@@ -81,6 +84,7 @@ class LosslessSettings(EngineSettings):
             "draft_tokens": self.draft_tokens,
             "draft_length": self.draft_length,
             "min_context_tokens": self.min_context_tokens,
+            "score_every": self.score_every,
         }
         return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
 
@@ -203,6 +207,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
                         "draft_tokens": settings.draft_tokens,
                         "draft_length": settings.draft_length if settings.draft_tokens else None,
                         "budget_tokens": settings.budget_tokens if settings.draft_tokens else None,
+                        "score_every": settings.score_every if settings.draft_tokens else None,
                         "acceptance": acceptance,
                         "weights": "drawn" if model.drawn_weights else "checkpoint",
                         "context_tokens": row.context,
@@ -236,6 +241,9 @@ def lossless(
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 8 and 16.")] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the draft length, up to --draft-tokens.")] = False,
     min_context_tokens: Annotated[int, typer.Option(min=0, help="Shortest context with drafts.")] = 0,
+    score_every: Annotated[
+        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice; 1.")
+    ] = None,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that a draft reads.")] = 2048,
     acceptance: Annotated[
         list[str] | None,
@@ -253,6 +261,7 @@ def lossless(
     end = time.monotonic() + time_limit
     rows = parse_grid(grid or DEFAULT_GRID, largest=False)
     lengths = parse_sizes("draft_tokens", draft_tokens or ["8,16"])
+    choices = parse_sizes("score_every", score_every or ["1"])
     rates = tuple(map(_parse_rate, split_values(acceptance or DEFAULT_ACCEPTANCE)))
     with open_model(model) as opened:
         all_settings = [
@@ -262,6 +271,7 @@ def lossless(
                 draft_tokens=length,
                 draft_length="adaptive" if adaptive else "fixed",
                 min_context_tokens=min_context_tokens,
+                score_every=every,
                 budget_tokens=budget,
                 acceptance=rates,
                 grid=rows,
@@ -272,7 +282,7 @@ def lossless(
                 block_size=block_size,
                 output=str(output.absolute()),
             )
-            for length in (None, *lengths)
+            for length, every in ((None, 1), *product(lengths, choices))
         ]
         _check(all_settings)
         about = describe_run(opened.folder, commit)
@@ -310,11 +320,13 @@ def drafts_text(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return one line for each context, batch, draft length and acceptance."""
+    """Return one line for each context, batch, draft length, choice of pages and acceptance."""
     dense = {
         (row["context_tokens"], row["batch"]): row.get("ms_per_token") for row in rows if row["draft_tokens"] is None
     }
-    lines = Table("context", "batch", "drafts", "acceptance", "tokens a step", "ms a step", "ms a token", "gain")
+    lines = Table(
+        "context", "batch", "drafts", "acceptance", "scored every", "tokens a step", "ms a step", "ms a token", "gain"
+    )
     for row in rows:
         ms, before = row.get("ms_per_token"), dense.get((row["context_tokens"], row["batch"]))
         drafts, acceptance = row["draft_tokens"], row["acceptance"]
@@ -323,6 +335,7 @@ def table(rows: list[Row]) -> Table:
             str(row["batch"]),
             "-" if drafts is None else drafts_text(row),
             "-" if drafts is None else str(_BY_MODEL if acceptance is None else acceptance),
+            "-" if drafts is None else str(row.get("score_every", 1)),
             *("-" if ms is None else f"{row[name]:.2f}" for name in ("tokens_per_step", "ms_per_step", "ms_per_token")),
             f"{before / ms:.2f}" if ms and before and drafts is not None else "-",
         )

@@ -37,6 +37,7 @@ def lossless_settings(**changes) -> LosslessSettings:
         "draft_tokens": 3,
         "draft_length": "fixed",
         "min_context_tokens": 0,
+        "score_every": 1,
         "budget_tokens": 1024,
         "acceptance": (0.9, None),
         "grid": parse_grid(["32K=1,8"]),
@@ -92,7 +93,7 @@ def test_lossless_mode_is_compared_with_dense_decoding_of_the_same_batch():
     lines = lossless_table(
         [
             about | times | {"draft_tokens": None, "acceptance": None, "ms_per_token": 10.0},
-            about | times | {"draft_tokens": 8, "acceptance": 0.9, "ms_per_token": 4.0},
+            about | times | {"draft_tokens": 8, "acceptance": 0.9, "score_every": 4, "ms_per_token": 4.0},
             about | times | {"draft_tokens": 8, "acceptance": None, "ms_per_token": 5.0, "draft_length": "adaptive"},
             about | {"draft_tokens": 8, "acceptance": 0.95, "skipped": "no room"},
         ]
@@ -101,6 +102,9 @@ def test_lossless_mode_is_compared_with_dense_decoding_of_the_same_batch():
     assert cells[-1] == ["-", "2.50", "2.00", "-"]
     assert cells[2] == ["-", "8", "up to 8", "8"]
     assert cells[3] == ["-", "0.9", "model", "0.95"]
+    assert cells[4] == ["-", "4", "1", "1"]
+    assert lossless_settings(score_every=4).variant == "lossless, 3 drafts, scored every 4"
+    assert '"score_every": 4' in lossless_settings(score_every=4).additional_config
     assert json.loads(lossless_settings().additional_config)["sparse_attention"]["lossless"]["draft_tokens"] == 3
     assert lossless_settings(draft_tokens=None).additional_config is None
     adaptive = lossless_settings(draft_length="adaptive", min_context_tokens=8192)
