@@ -69,6 +69,35 @@ def test_rows_count_by_their_learned_tokens_or_alike(model, tmp_path, equal):
     assert abs(few - many) > 0.01
 
 
+@pytest.mark.parametrize("dense_prompts", [True, False])
+def test_rows_at_once_change_only_the_number_of_passes(model, tmp_path, dense_prompts):
+    """Three rows, two and one at a time. All losses are weighted."""
+    chosen = [row._replace(prompts=tuple(length // 3 for length in row.packing.lengths)) for row in rows()]
+    found = {}
+    for at_once, passes in ((1, 3), (2, 2), (4, 1)):
+        settings = TrainingSettings(
+            steps=2, sequence_tokens=64, rows_per_step=3, rows_at_once=at_once, lora_rank=2, learning_rate=1e-2,
+            distillation=0.5, dense_prompts=dense_prompts,
+        )  # fmt: skip
+        trainer = Trainer(run_of(model, tmp_path / str(at_once), settings), chosen, TOKENIZER, "cpu")
+        calls: list[torch.Tensor] = []
+        trainer._model.register_forward_hook(lambda *given, calls=calls: calls.append(given[-1]))
+        steps = [trainer.step() for _ in range(2)]
+        # The teacher is the model without its updates, so each pass calls it twice.
+        assert len(calls) == 2 * 2 * passes
+        names = (
+            "objective",
+            "loss",
+            "divergence",
+            "drift",
+            "gradient_norm",
+            *(["selection_loss"] if dense_prompts else []),
+        )
+        found[at_once] = [step[name] for step in steps for name in names]
+    assert found[2] == pytest.approx(found[1], rel=1e-3, abs=2e-5)
+    assert found[4] == pytest.approx(found[1], rel=1e-3, abs=2e-5)
+
+
 class KilledError(Exception):
     pass
 

@@ -102,6 +102,7 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
             {"dense_prompts": False, "selection_loss": 0.5},
             "settings.selection_loss: got 0.5, allowed: with dense_prompts",
         ),
+        ({"equal_rows": True, "rows_at_once": 2}, "settings.rows_at_once: got 2, allowed: 1 with equal_rows"),
         ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
     ],
 )

@@ -32,6 +32,16 @@ class Row(NamedTuple):
     """Number of tokens at the start of each document that a server would prefill."""
 
 
+def join(rows: Sequence[Row]) -> Row:
+    """Return one row with the documents of one or more rows."""
+    return Row(
+        [token for row in rows for token in row.tokens],
+        [is_learned for row in rows for is_learned in row.learned],
+        Packing(tuple(length for row in rows for length in row.packing.lengths)),
+        tuple(prompt for row in rows for prompt in row.prompts),
+    )
+
+
 def read_documents(path: Path, tokenizer: Any) -> list[Document]:
     """Return the documents of a file. A line has a `text`, or a `prompt` and a `completion`.
 

@@ -31,7 +31,9 @@ class TrainingSettings(Section):
     sequence_tokens: Annotated[int, Field(ge=16, le=1 << 24)] = 8192
     """Tokens of a row of packed documents. Longer documents are cut."""
     rows_per_step: Annotated[int, Field(ge=1, le=1 << 16)] = 8
-    """Rows per update on each device, one after the other."""
+    """Rows per update on each device."""
+    rows_at_once: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    """Rows that go through the model together. With more, a step has fewer launches and needs more memory."""
     equal_rows: Annotated[bool, "true or false"] = False
     """Whether each row has the same part in `distillation` and in the loss of the text, not each learned token. Rows
     with few learned tokens, such as short answers beside texts, then count as much as others."""
@@ -97,6 +99,14 @@ class TrainingSettings(Section):
                 "sentence",
                 "hard_steps: got {got}, allowed: up to the {steps} steps",
                 {"got": self.hard_steps, "steps": self.steps},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _equal_rows_go_alone(self) -> Self:
+        if self.equal_rows and self.rows_at_once > 1:
+            raise PydanticCustomError(
+                "sentence", "rows_at_once: got {got}, allowed: 1 with equal_rows", {"got": self.rows_at_once}
             )
         return self
 

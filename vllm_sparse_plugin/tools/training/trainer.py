@@ -23,7 +23,7 @@ from vllm_sparse_plugin.tools.files import can_be_made
 from vllm_sparse_plugin.tools.models import fingerprint
 from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, Shares
 from vllm_sparse_plugin.tools.training.curves import draw_curves
-from vllm_sparse_plugin.tools.training.data import Row
+from vllm_sparse_plugin.tools.training.data import Row, join
 from vllm_sparse_plugin.tools.training.loss import Loss, row_loss
 from vllm_sparse_plugin.tools.training.model import HasName, load_model, with_updates, write_model
 from vllm_sparse_plugin.tools.training.settings import Step, TrainingSettings, step_at
@@ -108,7 +108,7 @@ class Trainer:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(
-            trained, lr=settings.learning_rate, betas=_BETAS, weight_decay=settings.weight_decay
+            trained, lr=settings.learning_rate, betas=_BETAS, weight_decay=settings.weight_decay, fused=not on_cpu
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._teacher: Any = None
@@ -192,8 +192,10 @@ class Trainer:
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
         means = torch.zeros(5, device=self._accelerator.device)
-        for number, row in enumerate(rows_of_process, start=1):
-            last = number == len(rows_of_process)
+        at_once = settings.rows_at_once
+        passes = [join(rows_of_process[first : first + at_once]) for first in range(0, len(rows_of_process), at_once)]
+        for number, row in enumerate(passes, start=1):
+            last = number == len(passes)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 tokens, learned = self._tensors(row)
                 count = len(rows) * sum(row.learned) if settings.equal_rows else learned_tokens
