@@ -130,6 +130,7 @@ def test_keys_of_a_group_are_orthogonal_in_every_head(head_size):
     for head in keys:
         seen = (codes @ head[:, head_size : 2 * head_size].T).sign()
         assert torch.equal(seen @ seen.T, torch.eye(GROUP, dtype=torch.float64) * (head_size - 32))
+    assert not torch.equal(keys[0], keys[1])
 
 
 def test_documents_hold_their_needles_once_from_start_to_end():
