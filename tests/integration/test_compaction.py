@@ -10,7 +10,7 @@ from support.engines import MODEL, run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.needles import needle_range
 from support.paged import dense_attention
-from support.snapkv import kept_tokens
+from support.snapkv import kept_tokens, votes_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_sparse_plugin.config.compaction import ZipVLCompaction
@@ -260,6 +260,49 @@ def test_heavy_hitters_make_room_for_protected_tokens_and_the_newest_do_not(mode
     assert len(kept[0] - {*range(4), *range(10, 54), *range(252, 300)}) == 12
     (output,) = harness.step([(request, 1)])
     assert is_kept(harness, request, output, kept)
+
+
+@pytest.mark.parametrize("order", ["newest", "votes"])
+@pytest.mark.parametrize("sink_pages", [0, 1])
+def test_attention_that_stops_has_read_the_newest_or_the_most_voted_of_what_is_kept(model, order, sink_pages):
+    """Every interval is stable here, so attention stops after the second one of 64 tokens."""
+    stopping = {"scale_tolerance": 1000.0, "direction_tolerance": 16.0, "patience": 1, "block_tokens": 64}
+    harness = harness_of(
+        model, "art", SNAPKV | {"budget_tokens": 320},
+        stopping=stopping | {"dense_order": order, "dense_sink_pages": sink_pages},
+    )  # fmt: skip
+    request = harness.request(700)
+    harness.step([(request, 700)])
+    query = request.fresh[-8:]
+    kept = kept_tokens(query, request.keys, 320 + 700 % BLOCK, Softmax(0.125), RULE, BLOCK)
+    (output,) = harness.step([(request, 1)])
+    poison(harness, request, set(range(700 // BLOCK - 10, 22)))
+    read: dict[str, list[set[int]]] = {"newest": [], "votes": []}
+    for head, of_head in enumerate(kept):
+        votes = votes_of(query.unflatten(1, (2, -1))[:, head], request.keys[:700, head], 699, Softmax(0.125))
+        window = 700 - 8
+        in_text = [token for token in sorted(of_head) if token < 700 // BLOCK * BLOCK]
+        pooled = [max(votes[max(0, token - 2) : min(window, token + 3)]) for token in range(window)]
+        pooled += [1e9] * 8
+        by_votes = in_text[:4] + sorted(in_text[4:], key=lambda token: (pooled[token], token))
+        for name, stored in (("newest", in_text), ("votes", by_votes)):
+            tokens = [*stored, *range(700 // BLOCK * BLOCK, 701)]
+            pages = [tokens[first : first + 16] for first in range(0, len(tokens), 16)]
+            newest = pages[sink_pages:-1][::-1][: 8 - sink_pages]
+            read[name].append({token for page in pages[:sink_pages] + newest + pages[-1:] for token in page})
+    assert {name: is_read(harness, request, output, tokens) for name, tokens in read.items()} == {
+        "newest": order == "newest",
+        "votes": order == "votes",
+    }
+
+
+def is_read(harness: LayerHarness, request: Request, output: torch.Tensor, read: list[set[int]]) -> bool:
+    visible = torch.zeros(harness.num_kv_heads, len(request.keys), dtype=torch.bool)
+    for head, tokens in enumerate(read):
+        visible[head, sorted(tokens)] = True
+    query = request.fresh[-1].unflatten(0, (harness.num_kv_heads, -1))
+    wanted = dense_attention(query, request.keys, request.values, harness.layer.impl.scale, visible)
+    return bool((output[-1].double() - wanted).abs().max() < DENSE_TOLERANCE)
 
 
 def test_selection_goes_on_over_what_is_kept(model):

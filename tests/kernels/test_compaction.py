@@ -40,8 +40,9 @@ def prompt_of(length: int, group: int = 2, seed: int = 0) -> tuple:
 @pytest.mark.parametrize("keep_blocks", [1, 3, 9])
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, None), (2.0, None), (0.0, [9.0, -9.0, 2.0, 5.0])])
 @pytest.mark.parametrize("ranges", [[], [*range(2, 6), *range(200, 215)]])
+@pytest.mark.parametrize("by_votes", [False, True])
 def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(
-    length, keep_blocks, softcap, sinks, ranges
+    length, keep_blocks, softcap, sinks, ranges, by_votes
 ):
     paged, query = prompt_of(length)
     first = length // BLOCK - keep_blocks
@@ -52,13 +53,13 @@ def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(
     protected = torch.zeros(length, dtype=torch.bool)
     protected[[*ranges, length - 1]] = True
     prompt = PromptBlocks(paged.block_table[0], length, first, protected if ranges else None)
-    kept = compact_prompt(window, prompt, paged.cache, softmax, RULE)
+    kept = compact_prompt(window, prompt, paged.cache, softmax, replace(RULE, in_order_of_votes=by_votes))
     expected = kept_tokens(
         query[-8:], paged.keys[0], keep_blocks * BLOCK + length % BLOCK, softmax, RULE, BLOCK, protected=ranges
     )
     tail = set(range(length - length % BLOCK, length))
     assert [set(of_head.tolist()) | tail for of_head in kept] == expected
-    assert torch.equal(kept, kept.sort().values)
+    assert torch.equal(kept, kept.sort().values) == (not by_votes)
     blocks = paged.block_table[0][first : length // BLOCK]
     page = torch.arange(BLOCK // paged.cache.page_size)
     for tensor, tokens in ((paged.cache.keys, paged.keys[0]), (paged.cache.values, paged.values[0])):
@@ -105,6 +106,22 @@ def test_protected_tokens_are_kept_whatever_the_votes_and_lend_their_neighbours_
     # A mask without heads holds for all of them.
     kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE, protected=protected[0])
     assert kept.tolist() == [[*range(8), *range(40, 60), *range(92, 96)]] * 2
+
+
+def test_tokens_may_lie_in_the_order_of_their_votes_between_sinks_and_window():
+    votes = torch.rand(2, 100, generator=torch.Generator().manual_seed(3))
+    votes[:, 30:50] = 2.0
+    by_votes = replace(RULE, pool_tokens=3, in_order_of_votes=True)
+    protected = torch.zeros(100, dtype=torch.bool)
+    protected[60] = True
+    kept = choose_tokens(votes, 100, 96, 48, by_votes, protected)
+    plain = choose_tokens(votes, 100, 96, 48, replace(by_votes, in_order_of_votes=False), protected)
+    assert torch.equal(kept.sort().values, plain)
+    for head in range(2):
+        pooled = [float(votes[head, max(0, token - 1) : min(92, token + 2)].max()) for token in range(92)]
+        chosen = sorted(set(plain[head].tolist()) - {*range(4), 60, *range(92, 96)}, key=lambda token: pooled[token])
+        assert kept[head].tolist() == [*range(4), *chosen, 60, *range(92, 96)]
+        assert pooled[chosen[-1]] == 2.0 > pooled[chosen[0]]
 
 
 def test_a_share_of_what_is_kept_is_for_the_newest_and_never_takes_the_place_of_the_sinks():
@@ -236,6 +253,8 @@ CHOICES = [
     (513, 100, 490, CompactionRule(32, 1, 4)),
     (300, 100, 270, CompactionRule(32, 25, 4)),
     (60, 20, 50, CompactionRule(32, 99, 4)),
+    (513, 100, 490, CompactionRule(32, 5, 4, in_order_of_votes=True)),
+    (300, 299, 310, CompactionRule(32, 1, 0, in_order_of_votes=True)),
 ]
 """Candidates, number of kept tokens, and the first token of the window: around 256, which a program counts at a
 time."""
@@ -260,15 +279,17 @@ def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
         for first_of_window, sinks, pool in (
             (before_window, 4, 5), (before_window, 4, 25), (before_window, 4, 99), (candidates + 20, 0, 1), (0, 4, 9),
         ):  # fmt: skip
-            rule = CompactionRule(32, pool, sinks)
-            check_choice(candidates, kept, first_of_window, rule, "cuda")
+            for by_votes in (False, True):
+                rule = CompactionRule(32, pool, sinks, in_order_of_votes=by_votes)
+                check_choice(candidates, kept, first_of_window, rule, "cuda")
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("head_size", [16, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", [None, "quarters", "bounds"])
-def test_triton_moves_what_torch_does(dtype, kind, head_size):
+@pytest.mark.parametrize("in_text_order", [True, False])
+def test_triton_moves_what_torch_does(dtype, kind, head_size, in_text_order):
     from sparse_kernels.compaction import triton
 
     block, draw = 64 if dtype.itemsize == 2 else 256, torch.Generator().manual_seed(3)
@@ -280,8 +301,10 @@ def test_triton_moves_what_torch_does(dtype, kind, head_size):
     memory[:, :, :block].view(dtype)[..., :head_size] = keys
     table = torch.randperm(9, generator=draw)[:8]
     # Sources and targets overlap.
-    drawn = torch.rand(3, 7 * block, generator=draw).argsort(dim=1)[:, : 3 * block]
-    kept, found = drawn.sort(dim=1).values, []
+    kept = torch.rand(3, 7 * block, generator=draw).argsort(dim=1)[:, : 3 * block].contiguous()
+    if in_text_order:
+        kept = kept.sort(dim=1).values
+    found = []
     for implementation in (reference, triton):
         mine = memory.clone().view(dtype)
         views = layout and layout.views(mine[:, :, block:], block)

@@ -1,5 +1,7 @@
 """Evictions in all layers at once, compared with loops, in torch and in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
@@ -253,6 +255,8 @@ def test_what_does_not_fit_is_refused():
     for first, end in ((0, 4), (4, 4), (2, 6)):
         with pytest.raises(ValueError, match=f"first_block and end_block: got {first} to {end} of 160 tokens, allowed"):
             keep_tokens(scores, HeldBlocks(table, 160, first, end), caches, RULE)
+    with pytest.raises(ValueError, match="in_order_of_votes: got true, allowed: false"):
+        keep_tokens(scores, HeldBlocks(table, 160, 2, 4), caches, replace(RULE, in_order_of_votes=True))
     with pytest.raises(ValueError, match=r"scores: got \[3, 2, 160\], allowed: \[3, 2, 161\]"):
         keep_tokens(scores, HeldBlocks(table, 161, 2, 4), caches, RULE)
     with pytest.raises(ValueError, match=r"votes: got \[3, 2, 160\], allowed: at least \[3, 2, 161\]"):

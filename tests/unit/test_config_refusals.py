@@ -148,7 +148,7 @@ BAD = {
     "unknown key of the stopping": (
         {"stopping": {"tau": 1e-5}},
         "sparse_attention.stopping.tau: unknown key, allowed: scale_tolerance, direction_tolerance, patience, "
-        "block_tokens or dense_sink_pages",
+        "block_tokens, dense_sink_pages or dense_order",
     ),
     "value of the stopping": (
         {"stopping": {"block_tokens": 100}},

@@ -257,6 +257,22 @@ POINTLESS = {
         "lossless", {"preset": "lossless", "diagnostics": {"sample_every": 8}},
         "diagnostics.sample_every: got 8 with lossless mode, where nothing is measured, allowed: 0 or null",
     ),
+    "votes for pages that a policy chooses": (
+        "unique", {"stopping": {"dense_order": "votes"}, "compaction": {"method": "snapkv"}},
+        "stopping.dense_order: got votes with policy unique, allowed: newest",
+    ),
+    "votes without a compaction": (
+        "art", {"stopping": {"dense_order": "votes"}},
+        "stopping.dense_order: got votes with no votes of a compaction, allowed: newest",
+    ),
+    "votes in a window that slides": (
+        "art", {"stopping": {"dense_order": "votes"}, "compaction": {"method": "streaming_llm"}},
+        "stopping.dense_order: got votes with no votes of a compaction, allowed: newest",
+    ),
+    "votes that later evictions would change": (
+        "art", {"stopping": {"dense_order": "votes"}, "compaction": {"method": "snapkv", "every": 64}},
+        "stopping.dense_order: got votes with a compaction that evicts between steps, allowed: newest",
+    ),
     "sinks of dense attention": (
         "unique", {"stopping": {"dense_sink_pages": 2}},
         "stopping.dense_sink_pages: got a value with policy unique, allowed: none, or selection.sink_pages",

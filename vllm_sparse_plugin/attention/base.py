@@ -372,6 +372,8 @@ def plan_compaction(
     retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
     protected = ProtectedRanges(current, config, layers_over_everything(vllm_config))
     if not config.compaction.evicts_between_steps:
+        if rule is not None:
+            rule = replace(rule, in_order_of_votes=config.reads_by_votes)
         return StepCompaction(retention, rule, layers, spec.block_size, most, current, protected, device)
     assert rule is not None
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:

@@ -188,6 +188,12 @@ class ResolvedConfig:
         return self.compaction is not None and not self.compaction.retention().slides
 
     @property
+    def reads_by_votes(self) -> bool:
+        """Whether decode steps read the tokens with most votes first, and compaction stores them in this order."""
+        stopping: Stopping | None = self.config.stopping
+        return stopping is not None and stopping.dense_order == "votes"
+
+    @property
     def rolling_window(self) -> RollingWindow | None:
         """The window of rolling positions; None for positions of the text."""
         return None if self.compaction is None else self.compaction.rolling_window()

@@ -31,6 +31,8 @@ class Stopping(Section):
     """Tokens of a test interval. `auto`: 512 with the policy `dense`, otherwise 64."""
     dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """With the policy `dense`: first pages of 16 tokens, read before the newest; not in the paper."""
+    dense_order: Literal["newest", "votes"] = "newest"
+    """With the policy `dense`: what follows the first pages. `votes`: newest tokens, then those with most votes."""
 
     def rule(self, selection: Selection) -> StopRule:
         """Returns the rule for the pages that a policy selects."""

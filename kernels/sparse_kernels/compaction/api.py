@@ -64,9 +64,9 @@ def compact_prompt(
        neighbours.
     2. *Choice*: as many tokens as the target blocks hold, from all full blocks. First the `sink_tokens` first tokens,
        the window and protected tokens, then tokens by their votes. Ties go to the lowest token.
-    3. *Move*: in text order, to `[first_block, P // block_size)`. The tokens of an incomplete last block stay and are
-       kept in addition. The statistics of the target pages are computed again; on a GPU, by the kernel that writes the
-       cache.
+    3. *Move*: in text order or by votes, to `[first_block, P // block_size)`. The tokens of an incomplete last block
+       stay and are kept in addition. The statistics of the target pages are computed again; on a GPU, by the kernel
+       that writes the cache.
 
     Args:
         window: the queries that vote.
@@ -77,7 +77,7 @@ def compact_prompt(
         earlier: `[num_kv_heads, P]` float32, the sums of `add_votes` for queries before the window.
 
     Returns:
-        `[num_kv_heads, kept]` int64, the positions that were moved, ascending.
+        `[num_kv_heads, kept]` int64, the positions that were moved, in the order of their places.
 
     Raises:
         ValueError: if shapes disagree, there are no tokens or no blocks to move to, or a cache on a GPU does not store
@@ -209,7 +209,7 @@ def choose_tokens(
             many as are kept.
 
     Returns:
-        `[num_kv_heads, candidates - before]` int64, ascending.
+        `[num_kv_heads, candidates - before]` int64, ascending, or in the order of `rule.in_order_of_votes`.
     """
     kept = candidates - before
     first_of_window = max(num_tokens - rule.newest_tokens(kept), 0)

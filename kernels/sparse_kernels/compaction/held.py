@@ -164,8 +164,11 @@ def keep_tokens(scores: torch.Tensor, held: HeldBlocks, caches: LayerCaches, rul
         `[num_layers, num_kv_heads, kept]` int64, the tokens that were moved, ascending.
 
     Raises:
-        ValueError: if shapes disagree, or `held` has no target blocks.
+        ValueError: if shapes disagree, `held` has no target blocks, or the rule does not keep the order of the text,
+            which the next eviction needs.
     """
+    if rule.in_order_of_votes:
+        raise ValueError("in_order_of_votes: got true, allowed: false")
     block_size = caches.block_size
     held.check(block_size)
     shape = len(caches.caches), caches.first.num_kv_heads, held.num_tokens

@@ -32,7 +32,7 @@ def choose_tokens(
         protected: `[num_tokens]` or like `votes`, bool, tokens that are kept like the sinks.
 
     Returns:
-        `[num_kv_heads, kept]` int64, ascending.
+        `[num_kv_heads, kept]` int64, ascending, or in the order of `rule.in_order_of_votes`.
     """
     score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
     voted = votes[:, :first_of_window]
@@ -46,14 +46,18 @@ def choose_tokens(
         score.masked_fill_(protected[..., :candidates], torch.inf)
     # Stable: ties go to the lowest token.
     order = score.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, :kept].sort(dim=-1).values
+    chosen = order[:, :kept].sort(dim=-1).values
+    if rule.in_order_of_votes:
+        score[:, : rule.sink_tokens] = -torch.inf
+        chosen = chosen.gather(1, score.gather(1, chosen).sort(dim=-1, stable=True).indices)
+    return chosen
 
 
 def move_tokens(kept: torch.Tensor, block_table: torch.Tensor, first_block: int, cache: KVCache) -> None:
     """Copies the kept tokens out, then to their new places, which may overlap the old ones.
 
     Args:
-        kept: `[num_kv_heads, num_kept]` int64, positions, ascending; whole blocks of them.
+        kept: `[num_kv_heads, num_kept]` int64, positions in the order of their places; whole blocks of them.
         block_table: `[max_blocks]` integer, physical block ids.
         first_block: the first target block.
         cache: keys, values and statistics; the statistics of the target pages are computed again.

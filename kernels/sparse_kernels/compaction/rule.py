@@ -35,6 +35,9 @@ class CompactionRule:
     """R-KV's lambda: the share of the votes in a score; the rest is that of redundancy. None for votes alone."""
     random_seed: int | None = None
     """Seed of `random_votes`, which replace the votes; None for votes of queries."""
+    in_order_of_votes: bool = False
+    """Whether kept tokens are stored by their scores, sinks first, the largest score last; else in text order. A reader
+    that begins at the end then meets the newest tokens, and the others by their votes."""
 
     @property
     def ring_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """Chooses and moves tokens on a GPU, in Triton.
 
-Nothing is sorted. Scores become integers of the same order. One program per KV head finds the largest integer that at
-least `kept` tokens reach, two bits at a time. It then lists the tokens above it, and the first tokens equal to it.
+Only kept tokens may be sorted, by torch. Scores become integers of the same order. One program per KV head finds the
+largest integer that at least `kept` tokens reach, two bits at a time. It then lists the tokens above it, and the first
+tokens equal to it.
 
 The same compiled kernels serve all prompt lengths and all rows of a block table. An engine can compile them at start.
 """
@@ -26,6 +27,7 @@ _INFINITY = tl.constexpr(0xFF800000)
 """The rank of an infinite score."""
 _INFINITY_AS_INT32 = 0xFF800000 - (1 << 32)
 """The same bits in torch's integers."""
+_LEAST_INT32 = -(1 << 31)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by size in bytes. Kernels copy their bits unchanged."""
 
@@ -123,6 +125,11 @@ def choose_tokens(
         ranks.masked_fill_(protected[..., :candidates], _INFINITY_AS_INT32)
     chosen = torch.empty(heads, kept, dtype=torch.int64, device=device)
     _list_tokens[(heads,)](ranks, chosen, candidates, kept, TOKENS=_COUNTED_AT_ONCE, num_warps=32)
+    if rule.in_order_of_votes:
+        # Signed integers in the order of the unsigned ranks.
+        signed = ranks ^ _LEAST_INT32
+        signed[:, : rule.sink_tokens] = _LEAST_INT32
+        chosen = chosen.gather(1, signed.gather(1, chosen).sort(dim=-1, stable=True).indices)
     return chosen
 
 
