@@ -9,6 +9,7 @@ from bench.quality.lookup import lookup, lookup_engine
 from bench.quality.lossless import lossless, lossless_engine
 from bench.quality.ruler import ruler
 from bench.quality.served import served
+from bench.quality.turns import turns, turns_engine
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
 
@@ -31,6 +32,8 @@ app.command()(lookup)
 app.command(hidden=True)(lookup_engine)
 app.command()(ruler)
 app.command()(served)
+app.command()(turns)
+app.command(hidden=True)(turns_engine)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Prompts of `python -m bench.quality lossless`, and the comparison of answers."""
+"""Prompts of `python -m bench.quality lossless` and `turns`, and the comparison of answers."""
 
 import math
 from pathlib import Path
@@ -7,8 +7,12 @@ import pytest
 
 from bench.common.continuations import Continuation
 from bench.common.models import load_tokenizer, manual_tokens
+from bench.quality.__main__ import app
 from bench.quality.identical import compare
 from bench.quality.lossless import PIECES, TIE, _prompts, table
+from bench.quality.turns import FIRST, PROTECTED, build_conversation
+from bench.quality.turns import table as turns_table
+from vllm_sparse_plugin.errors import ConfigurationError
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 NEW_TOKENS = 96
@@ -59,3 +63,52 @@ def test_the_table_says_how_many_answers_are_the_same():
     }  # fmt: skip
     cells = [list(column.cells) for column in table([row]).columns]
     assert [column[0] for column in cells] == ["512 x 4", "code", "4096", "2/3", "0.062", "0.750", "4.00", "1.0"]
+
+
+def test_two_questions_ask_for_facts_in_and_behind_the_system_prompt():
+    tokenizer = load_tokenizer(MODEL)
+    asked = [build_conversation(tokenizer, 1024, 128, index, seed=1) for index in range(4)]
+    assert len({each.answers for each in asked}) == 4
+    for each in asked:
+        assert 1004 <= len(each.prompt) <= 1024
+        assert 100 <= each.system_tokens <= 128
+        system, rest = (tokenizer.decode(part) for part in (
+            each.prompt[: each.system_tokens], each.prompt[each.system_tokens :]))  # fmt: skip
+        first, second = each.answers
+        assert second in system
+        assert second not in rest
+        assert first in rest
+        assert first not in system
+        turn = tokenizer.decode(each.follow_up)
+        assert turn.startswith(f" {first}.\nWhat is the special magic number for ")
+        assert turn.endswith("? Answer:")
+        key = turn.removesuffix("? Answer:").rpartition(" for ")[2]
+        assert f"for {key} is: {second}." in system
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--variant", "dense"], "variant: got dense, allowed: a backend with a compaction"),
+        (["--variant", "unique"], "sparse_attention.compaction.method: got None, allowed: h2o,"),
+        (
+            ["--budget", "512", "--system", "481"],
+            "system: got 481 tokens with snapkv (sparse_protect: got 477 tokens, allowed: at most 476",
+        ),
+        (
+            ["--variant", "streaming_llm"],
+            "sparse_attention.compaction.budget_tokens: got 1024 with policy",
+        ),
+    ],
+)
+def test_variants_that_cannot_protect_a_system_prompt_are_refused(tmp_path, options, sentence):
+    with pytest.raises(ConfigurationError) as refusal:
+        app(["turns", "--output", str(tmp_path / "turns.jsonl"), *options], standalone_mode=False)
+    assert sentence in str(refusal.value)
+
+
+def test_right_answers_of_two_turns_are_shown_by_variant():
+    rows = [{"variant": "dense", "turn": FIRST, "right": 3, "questions": 4},
+            {"variant": "snapkv", "turn": PROTECTED, "right": 2, "questions": 4}]  # fmt: skip
+    cells = [list(column.cells) for column in turns_table(rows).columns]
+    assert cells == [["dense", "snapkv"], ["3/4", ""], ["", ""], ["", "2/4"], ["", ""]]
