@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench.common.options import size_text
 from bench.common.results import Row
 
 BEFORE = "before"
 """The arm that is not trained."""
+QUESTIONS, TEXT, POSITIONS = "questions", "text", "positions"
+"""Parts of a result: scores of questions, losses of the ends of texts, and losses of texts by position."""
 
 
 class Cell(NamedTuple):
@@ -27,19 +30,19 @@ Items = dict[Cell, list[float]]
 
 def questions(rows: Sequence[Row]) -> Items:
     """Return the score of each question."""
-    return _items(rows, "questions", "scores", ("context_tokens", "task"))
+    return _items(rows, QUESTIONS, "scores", ("context_tokens", "task"))
 
 
 def losses(rows: Sequence[Row]) -> Items:
     """Return the loss of each text beyond the loss of dense attention before training, in nats."""
-    found = _items(rows, "text", "losses", ("text",))
+    found = _items(rows, TEXT, "losses", ("text",))
     before = found[Cell(BEFORE, 0, None)]
     return {cell: [loss - first for loss, first in zip(values, before, strict=True)] for cell, values in found.items()}
 
 
 def changes(rows: Sequence[Row]) -> Items:
     """Return the share of each text's tokens that differ from dense attention before training, beyond its own noise."""
-    found = _items(rows, "text", "same_as_before", ("text",))
+    found = _items(rows, TEXT, "same_as_before", ("text",))
     noise = _items(rows, "noise", "same_as_before", ("text",))[Cell(BEFORE, 0, None)]
     return {cell: [first - same for first, same in zip(noise, values, strict=True)] for cell, values in found.items()}
 
@@ -47,6 +50,31 @@ def changes(rows: Sequence[Row]) -> Items:
 def weights_text(lora_rank: int) -> str:
     """Return what was trained."""
     return f"rank {lora_rank}" if lora_rank else "all"
+
+
+def longer_parts(rows: Sequence[Row]) -> dict[str, dict[tuple[str, str], list[float]]]:
+    """Return the values of a study of a longer context: by part, and by arm and column.
+
+    Columns are a context and a budget, the positions up to a token, or a kind of text and a budget.
+    """
+    found: dict[str, dict[tuple[str, str], list[float]]] = {QUESTIONS: {}, POSITIONS: {}, TEXT: {}}
+    for row in rows:
+        part = row.get("part", "")
+        if part not in found:
+            continue
+        rank = row["lora_rank"]
+        arm = row["arm"] if rank is None else f"{row['arm']}, {weights_text(rank)}"
+        budget = "dense" if row.get("budget_tokens") is None else str(row["budget_tokens"])
+        if part == POSITIONS:
+            ends = (size_text(place * row["part_tokens"]) for place in range(1, len(row["losses"]) + 1))
+            values = {f"{row['text']} to {end}": [loss] for end, loss in zip(ends, row["losses"], strict=True)}
+        elif part == QUESTIONS:
+            values = {f"{size_text(row['context_tokens'])} {budget}": row["scores"]}
+        else:
+            values = {f"{row['text']} {budget}": row["losses"]}
+        for column, some in values.items():
+            found[part].setdefault((arm, column), []).extend(some)
+    return found
 
 
 def _items(rows: Sequence[Row], part: str, column: str, names: tuple[str, ...]) -> Items:

@@ -1,4 +1,4 @@
-"""Blocks about two levels and copies of pages on the keys of pretrained models, from the study `selection`."""
+"""Blocks about page statistics on the keys of pretrained models: two levels, copies of pages, and learned gates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ COPIES = {
     "needle-8m": [_REAL / "selection_needle-8m.jsonl"],
 }
 """Result files by model."""
+GATES = RESULTS / "h200" / "gates"
+_NOTHING = "Nothing has been measured on a GPU yet."
 _FLAT, _LEVELED, _ORACLE = "quarters", "leveled_quarters", "oracle"
 _REFINED = 0.25
 _BUDGETS = (64, 128, 256)
@@ -48,6 +50,38 @@ def copies() -> Block:
     lines = [[model, *(found.get(context, "-") for context in contexts)] for model, found in shares.items()]
     sources = dict.fromkeys(path for paths in COPIES.values() for path in paths)
     return Block(table(["model", *map(size_text, contexts)], lines), list(sources))
+
+
+def gate_files() -> list[Path]:
+    """The result files of `research.selection gates`, one for each model; empty if not measured."""
+    return sorted(GATES.glob("*.jsonl"))
+
+
+def gates() -> Block:
+    """The weight that quarters find on held-out texts, and what each gate finds more."""
+    lines, pages, files = [], list[int](), gate_files()
+    for path in files:
+        run = read_run(path)
+        found: dict[tuple[str, int], dict[str, list[float]]] = {}
+        names = dict[str, int]()
+        for row in run.rows:
+            if "statistics" in row:
+                names[row["statistics"]] = row["record_bytes"]
+                cell = found.setdefault((row["statistics"], row["target"] // row["page_size"]), {})
+                cell.setdefault(row["document"], []).append(row["mass"])
+        pages = sorted({count for _, count in found})
+        masses = {cell: {name: _mean(each) for name, each in of.items()} for cell, of in found.items()}
+        for name, size in names.items():
+            if name in (_FLAT, _ORACLE):
+                shown = [f"{_mean(masses[name, count].values()):.3f}" for count in pages]
+            else:
+                pairs = ((masses[name, count], masses[_FLAT, count]) for count in pages)
+                shown = [_more([own[text] - flat[text] for text in flat]) for own, flat in pairs]
+            title = {_FLAT: "`quarters`", _ORACLE: "true weight (a bound)"}.get(name, f"`{name}`, minus `quarters`")
+            lines.append([run.about["model"], title, str(size), *shown])
+    if not lines:
+        return Block(_NOTHING)
+    return Block(table(["model", "pages by", "bytes", *(f"{count} pages" for count in pages)], lines), files)
 
 
 def _shares(rows: Iterable[Row]) -> dict[int, str]:

@@ -194,7 +194,7 @@ def lengthen(
     settings: Settings = "{}",
     attention_backend: Backend = "unique",
     budget_tokens: Budget = 512,
-    budgets: Budgets = "2048,512,128",
+    budgets: Budgets = "512,128",
     questions: Annotated[int, typer.Option(min=1, help="Held-out questions per task and context.")] = 10,
     longest: Longest = 64,
     at_once: AtOnce = 64,
@@ -240,6 +240,9 @@ def lengthen(
     models.mkdir(parents=True, exist_ok=True)
     with ResultFile(output, about) as file:
         for name in names:
+            if time.monotonic() > deadline:
+                typer.echo(f"time is up before {name}", err=True)
+                raise typer.Exit(3)
             about_arm = {"arm": name, "seed": chosen.seed}
             if name == longer.TRAINED:
                 _write(file, about_arm | {"lora_rank": lora_rank}, train_and_measure(), name)

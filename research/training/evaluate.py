@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from sparse_kernels.masked_attention import Packing, PageMask, newest_attention, page_records
 from sparse_kernels.page_statistics import StatisticsLayout
 
+from bench.common.arms import POSITIONS, QUESTIONS, TEXT
 from research.real.model import Cache, Llama, read
 from research.training.data import Question, Text
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -21,8 +22,6 @@ DENSE = None
 """The budget of dense attention."""
 SCORED = 512
 """The last tokens of a text. They are decoded."""
-POSITIONS = "positions"
-"""The part of rows with the loss by position."""
 _STEPS_BETWEEN_READS = 8
 
 
@@ -239,7 +238,7 @@ def measure_texts(
             row["same_as_before"].append(_equal(prediction.best, before[number]))
             row["same_as_dense"].append(_equal(prediction.best, dense))
     for (kind, budget), values in found.items():
-        yield {"part": "text", "text": kind, "budget_tokens": budget, **values}
+        yield {"part": TEXT, "text": kind, "budget_tokens": budget, **values}
 
 
 def measure_positions(model: Llama, texts: Sequence[Text], part_tokens: int) -> Iterator[dict[str, Any]]:
@@ -327,7 +326,7 @@ def measure_questions(
                 score = string_match_all(decode(answer), question.answers)
                 scores.setdefault((question.context_tokens, question.task, budget), []).append(round(score, 4))
     for (context, task, budget), values in scores.items():
-        about = {"part": "questions", "context_tokens": context, "task": task, "budget_tokens": budget}
+        about = {"part": QUESTIONS, "context_tokens": context, "task": task, "budget_tokens": budget}
         yield {**about, "scores": values}
 
 

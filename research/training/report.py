@@ -6,10 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from bench.common.arms import BEFORE, Cell, Items, changes, losses, questions, weights_text
-from bench.common.options import size_text
+from bench.common.arms import (
+    BEFORE,
+    POSITIONS,
+    QUESTIONS,
+    TEXT,
+    Cell,
+    Items,
+    changes,
+    longer_parts,
+    losses,
+    questions,
+    weights_text,
+)
 from bench.common.results import Row
-from research.training.evaluate import POSITIONS, SCORED
+from research.training.evaluate import SCORED
 from research.training.grid import recipe_of
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
@@ -60,25 +71,12 @@ def _grid_table(rows: Sequence[Row]) -> Table:
 
 def _longer_tables(rows: Sequence[Row]) -> list[Table]:
     """Return RULER by context and budget, and the loss of texts by position and by budget."""
-    found: dict[str, dict[tuple[str, str], list[float]]] = {"questions": {}, POSITIONS: {}, "text": {}}
-    for row in rows:
-        arm = row["arm"] if not row["lora_rank"] else f"{row['arm']}, {weights_text(row['lora_rank'])}"
-        part = found.get(row.get("part", ""), {})
-        budget = "dense" if row.get("budget_tokens") is None else str(row["budget_tokens"])
-        if row.get("part") == "questions":
-            part.setdefault((arm, f"{size_text(row['context_tokens'])} {budget}"), []).extend(row["scores"])
-        elif row.get("part") == "text":
-            part.setdefault((arm, f"{row['text']} {budget}"), []).extend(row["losses"])
-        elif row.get("part") == POSITIONS:
-            for place, loss in enumerate(row["losses"], 1):
-                end = size_text(place * row["part_tokens"])
-                part.setdefault((arm, f"{row['text']} to {end}"), []).append(loss)
     titles = {
-        "questions": "RULER, mean score, by context and budget",
+        QUESTIONS: "RULER, mean score, by context and budget",
         POSITIONS: "Loss of texts by position, dense, nats",
-        "text": f"Loss of the last {SCORED} tokens of texts by budget, nats",
+        TEXT: f"Loss of the last {SCORED} tokens of texts by budget, nats",
     }
-    return [_by_arm(titles[name], values) for name, values in found.items() if values]
+    return [_by_arm(titles[part], values) for part, values in longer_parts(rows).items() if values]
 
 
 def _by_arm(title: str, values: Mapping[tuple[str, str], list[float]]) -> Table:

@@ -6,7 +6,7 @@ import pytest
 from support.bench.pages import ABOUT
 
 from bench.common.arms import Cell, changes, losses, questions
-from bench.pages import arms, figures
+from bench.pages import arms, figures, longer, selection
 
 SCORES = {
     ("before", None): (1.0, 1.0, 0.5, 0.5), ("before", 512): (0.5, 0.5, 0.5, 0.25),
@@ -107,3 +107,51 @@ def test_arms_without_questions_are_shown_and_judged_by_their_texts(measured, mo
     assert [line[2] != "" for line in shown] == [True, False, False, False]
     judged = {line.split(" | ")[3] for line in arms.claims().text.splitlines()[2:]}
     assert judged == {"open"}
+
+
+def test_a_longer_context_is_shown_by_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(longer, "FOLDER", tmp_path)
+    assert longer.longer().text == "Nothing has been measured on a GPU yet."
+
+    def of(arm, rank, score):
+        own = {"arm": arm, "seed": 0, "lora_rank": rank}
+        yield own | {
+            "part": "questions",
+            "context_tokens": 16384,
+            "task": "a",
+            "budget_tokens": None,
+            "scores": [score],
+        }
+        yield own | {"part": "questions", "context_tokens": 16384, "task": "b", "budget_tokens": None, "scores": [0.0]}
+        yield own | {"part": "positions", "text": "code", "part_tokens": 2048, "losses": [2.0, 3.0 - score]}
+
+    rows = [*of("yarn", None, 0.5), {"part": "update", "bytes": 9_800_000, "arm": "trained", "lora_rank": 16}]
+    for name, some in (("one", rows), ("two", list(of("trained", 16, 1.0)))):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, [ABOUT, *some])))
+    lines = longer.longer().text.splitlines()
+    assert lines[0] == "|  | `yarn` | `trained, rank 16` |"
+    assert lines[2].startswith("| RULER, 16K dense | 0.250 [")
+    assert "| 0.500 [" in lines[2]
+    assert [line.split(" [")[0] for line in lines[3:5]] == ["| nats, code to 2K | 2.000", "| nats, code to 4K | 2.500"]
+    assert lines[-1] == "The update has 9.8 MB."
+
+
+def test_gates_are_compared_by_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "GATES", tmp_path)
+    assert selection.gates().text == "Nothing has been measured on a GPU yet."
+    masses = {"quarters": (0.5, 0.7), "oracle": (0.8, 0.9), "gate64": (0.6, 0.8)}
+    rows = [
+        {
+            "document": f"code-{place}", "layer": layer, "statistics": name, "page_size": 8, "target": 128,
+            "record_bytes": 128, "mass": mass + (layer - 0.5) / 10,
+        }
+        for name, values in masses.items() for place, mass in enumerate(values) for layer in (0, 1)
+    ]  # fmt: skip
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, [ABOUT, {"step": 1}, *rows])))
+    assert selection.gates().text.splitlines() == [
+        "| model | pages by | bytes | 16 pages |",
+        "|---|---|---|---|",
+        f"| {ABOUT['model']} | `quarters` | 128 | 0.600 |",
+        f"| {ABOUT['model']} | true weight (a bound) | 128 | 0.850 |",
+        f"| {ABOUT['model']} | `gate64`, minus `quarters` | 128 | +0.100 [+0.100, +0.100] |",
+    ]

@@ -1,0 +1,44 @@
+"""The block about a model that was trained for a longer context, from the results of `research.training longer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.common.arms import POSITIONS, QUESTIONS, longer_parts
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, read_runs
+from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
+
+FOLDER = RESULTS / "h200" / "training-longer"
+_NOTHING = "Nothing has been measured on a GPU yet."
+_TITLES = {QUESTIONS: "RULER", POSITIONS: "nats"}
+
+
+def longer_files() -> list[Path]:
+    """The result files of `research.training longer`; empty if not measured."""
+    return sorted(FOLDER.glob("*.jsonl"))
+
+
+def longer() -> Block:
+    """RULER by context and budget, and the loss of texts by position, of each arm."""
+    files = longer_files()
+    if not files:
+        return Block(_NOTHING)
+    rows = [row for path in files for run in read_runs(path) for row in run.rows]
+    parts = longer_parts(rows)
+    arms = list(dict.fromkeys(arm for arm, _ in parts[QUESTIONS]))
+    lines = []
+    for part, title in _TITLES.items():
+        for column in dict.fromkeys(column for _, column in parts[part]):
+            found = (parts[part].get((arm, column)) for arm in arms)
+            lines.append([f"{title}, {column}", *map(_shown, found)])
+    sizes = [f"{row['bytes'] / 1e6:.1f} MB" for row in rows if row.get("part") == "update"]
+    text = f"\n\nThe update has {sizes[-1]}." if sizes else ""
+    return Block(table(["", *(f"`{arm}`" for arm in arms)], lines) + text, files)
+
+
+def _shown(values: list[float] | None) -> str:
+    if values is None:
+        return ""
+    found = estimate_amount(values)
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
