@@ -45,7 +45,7 @@ from vllm_sparse_plugin.tools.needles import QUICK_TASKS
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 PAGE_SIZES = (8, 16, 32)
-BESIDE = ("quarters", "mean", "oracle")
+BESIDE = ("quarters", "quarters-by-share", "mean", "oracle")
 """Statistics that gates are compared with."""
 _STEPS_OF_A_ROW = 10
 """Steps for each row of the training in a result file."""

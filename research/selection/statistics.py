@@ -100,6 +100,23 @@ class Stored(Statistics):
         return Scores(scores, layout.record_bytes, None if estimate is None else estimate + math.log(pages.size))
 
 
+@dataclass(frozen=True)
+class ByShare(Statistics):
+    """Statistics whose pages are ranked by the share that the heads of a group expect, in the mean, and not by the
+    largest score of the group."""
+
+    stored: Statistics
+    """With an estimate of the weights."""
+
+    def score(self, pages: Pages) -> Scores:
+        """Rank pages by their expected share, mean over the group."""
+        scored = self.stored.score(pages)
+        assert scored.log_weights is not None
+        missing = torch.arange(pages.count, device=pages.complete.device) >= pages.complete[:, None, None, None]
+        shares = scored.log_weights.masked_fill(missing, -torch.inf).softmax(dim=-1)
+        return Scores(shares.mean(dim=2).bfloat16(), scored.record_bytes)
+
+
 class Oracle(Statistics):
     """The true weight of every page: an upper bound for all statistics."""
 
@@ -128,8 +145,10 @@ def _deviation(weight: float) -> Stored:
     return Stored(lambda size: UniqueSelection(statistics="bf16", page_size=size, **{"lambda": weight}))  # type: ignore[arg-type]
 
 
+_QUARTERS = Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size))  # type: ignore[arg-type]
 STATISTICS: dict[str, Statistics] = {
-    "quarters": Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size)),  # type: ignore[arg-type]
+    "quarters": _QUARTERS,
+    "quarters-by-share": ByShare(_QUARTERS),
     "leveled": Stored(lambda size: UniqueSelection(statistics="leveled_quarters", page_size=size)),  # type: ignore[arg-type]
     "sketch": Stored(lambda size: UniqueSelection(statistics="sketch", page_size=size)),  # type: ignore[arg-type]
     "unique-int8": Stored(lambda size: UniqueSelection(statistics="int8", page_size=size)),  # type: ignore[arg-type]

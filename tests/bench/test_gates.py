@@ -131,8 +131,8 @@ def test_a_run_measures_gates_beside_statistics(folder, tmp_path):
     run = read_run(output)
     found = [row for row in run.rows if "statistics" in row]
     assert [row["step"] for row in run.rows if "step" in row] == [4]
-    # Four documents and two layers; two budgets of five kinds.
-    assert len(found) == 4 * 2 * 2 * 5
+    # Four documents and two layers; two budgets of six kinds.
+    assert len(found) == 4 * 2 * 2 * 6
     assert {row["document"] for row in found} == {"code-0", "prose-1", "vt-0", "vt-1"}
     by_name = {row["statistics"]: row for row in found}
     assert by_name["gate64"]["record_bytes"] == 66

@@ -111,6 +111,17 @@ def test_a_coverage_counts_as_many_pages_as_the_product_does(layer, share):
     assert (ours > 16).any()
 
 
+def test_quarters_by_share_rank_the_mean_of_a_group(layer, rows):
+    pages = Pages.of(layer, 8)
+    scored, by_share = (STATISTICS[name].score(pages) for name in ("quarters", "quarters-by-share"))
+    complete = int(pages.complete[0])
+    expected = scored.log_weights[0, ..., :complete].softmax(dim=-1).mean(dim=1).bfloat16()
+    assert torch.equal(by_share.scores[0, :, :complete], expected)
+    assert not by_share.scores[0, :, complete:].any()
+    masses = {name: rows[name, 8, "budget", 64]["mass"] for name in ("quarters", "quarters-by-share", "oracle")}
+    assert masses["quarters"] < masses["quarters-by-share"] < masses["oracle"]
+
+
 def test_coverages_are_measured_of_statistics_with_an_estimate(rows):
     covered = {name for name, _, rule, _ in rows if rule == "coverage"}
     assert {name for name in covered if not name.startswith("unique")} == {"quarters", "sketch", "oracle"}
