@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
@@ -47,6 +48,7 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 PAGE_SIZES = (8, 16, 32)
 BESIDE = ("quarters", "quarters-by-share", "mean", "oracle")
 """Statistics that gates are compared with."""
+_Item = TypeVar("_Item")
 _STEPS_OF_A_ROW = 10
 """Steps for each row of the training in a result file."""
 
@@ -118,11 +120,11 @@ def distill(
     form: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(FORMS)}.")] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 8,
     pages: Annotated[list[str] | None, typer.Option(help="Pages to read, repeatable. Default: 16,32,64,128.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training rows to read, one in each step.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Training rows to read, one in each step.")] = 300,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     queries: Annotated[int, typer.Option(min=1, help="Newest tokens of a row to learn from.")] = 256,
     measured: Annotated[int, typer.Option(min=1, help="Newest tokens of a held-out text to measure.")] = 64,
-    questions: Annotated[int, typer.Option(min=0, help="Held-out questions to measure.")] = 32,
+    documents: Annotated[int, typer.Option(min=1, help="Held-out texts to measure, and as many questions.")] = 12,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     time_limit: TimeLimit = 540,
     commit: Commit = None,
@@ -136,11 +138,14 @@ def distill(
     found, where = read_data(data), usable_device(device)
     weights = Llama.load(model, where, torch.bfloat16)
     rows = [row.tokens for row in found.rows if len(row.packing.lengths) == 1]
-    texts = [Text(f"{each.kind}-{place}", each.tokens, measured) for place, each in enumerate(found.texts)]
+    texts = [
+        Text(f"{each.kind}-{place}", each.tokens, measured)
+        for place, each in enumerate(_spread(found.texts, documents))
+    ]
     # The answer begins after the last token of a question.
     texts += [
         Text(f"{each.task}-{place}", [*each.context, *each.question], 1)
-        for place, each in enumerate(found.questions[:: max(len(found.questions) // max(questions, 1), 1)][:questions])
+        for place, each in enumerate(_spread(found.questions, documents))
     ]
     settings = {"steps": steps, "rate": rate, "queries": queries, "page_size": page_size}
     with ResultFile(output, describe_run(model, commit) | {"gates": settings}) as file:
@@ -157,6 +162,12 @@ def distill(
                     file.write(about | {"layer": index} | row)
             _end_after(end)
     open_console().print(table(read_runs(output)))
+
+
+def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """Return some of the items, spread evenly over their kinds, which lie one after the other."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def _end_after(end: float) -> None:

@@ -124,7 +124,7 @@ def test_a_run_measures_gates_beside_statistics(folder, tmp_path):
     output = tmp_path / "gates.jsonl"
     command = [
         "gates", "--model", str(folder), "--data", str(tmp_path / "data.xz"), "--output", str(output), "--steps", "4",
-        "--form", "gate64,gate-cached", "--pages", "4,8", "--queries", "32", "--measured", "8", "--questions", "2",
+        "--form", "gate64,gate-cached", "--pages", "4,8", "--queries", "32", "--measured", "8", "--documents", "2",
     ]  # fmt: skip
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0, result.output
