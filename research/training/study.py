@@ -121,6 +121,8 @@ class Study:
         Raises:
             OutOfTimeError: the deadline passed.
         """
+        from accelerate.state import AcceleratorState
+
         selection = self.selection(EVERYTHING if is_dense else self.budget_tokens)
         trainer = open_trainer(
             model or self.model, folder, self.data, settings, selection, self.tokenizer, self.device
@@ -128,6 +130,8 @@ class Study:
         yield from train(trainer, self.budget_tokens, deadline)
         del trainer
         gc.collect()
+        # accelerate keeps one state for the process. The next training may have another precision.
+        AcceleratorState._reset_state(reset_partial_state=True)
 
     def load(self, folder: Path) -> Llama:
         """Load a trained model to measure."""
