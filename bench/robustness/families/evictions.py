@@ -120,10 +120,10 @@ def watch_evictions(note: Callable[[str], None]) -> Iterator[list[int]]:
             judge_moves(of_layer, was, cache, held.block_table, held.first_block)
         return kept
 
-    def choose_tokens(votes: torch.Tensor, num_tokens: int, candidates: int, before: int, rule: CompactionRule
-                      ) -> torch.Tensor:  # fmt: skip
-        kept = choose(votes, num_tokens, candidates, before, rule)
-        _judge_choice(votes, kept, num_tokens, candidates, rule, note)
+    def choose_tokens(votes: torch.Tensor, num_tokens: int, candidates: int, before: int, rule: CompactionRule,
+                      protected: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        kept = choose(votes, num_tokens, candidates, before, rule, protected)
+        _judge_choice(votes, kept, num_tokens, candidates, rule, protected, note)
         return kept
 
     choose = api.choose_tokens
@@ -139,14 +139,16 @@ def watch_evictions(note: Callable[[str], None]) -> Iterator[list[int]]:
 
 def _judge_choice(
     votes: torch.Tensor, kept: torch.Tensor, num_tokens: int, candidates: int, rule: CompactionRule,
-    note: Callable[[str], None],
+    protected: torch.Tensor | None, note: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Notes a fault if a token is kept instead of one with more votes, or one that is always kept is not."""
     newest = max(rule.window_tokens, min(int(rule.recent_share * kept.shape[1]), kept.shape[1] - rule.sink_tokens))
     token, before = torch.arange(candidates, device=votes.device), max(num_tokens - newest, 0)
-    always = (token < rule.sink_tokens) | (token >= before)
+    by_head = ((token < rule.sink_tokens) | (token >= before)).expand(len(votes), -1)
+    if protected is not None:
+        by_head = by_head | protected[..., :candidates]
     reach = rule.pool_tokens // 2
-    for of_head, chosen in zip(votes[:, :before].double(), kept, strict=True):
+    for of_head, chosen, always in zip(votes[:, :before].double(), kept, by_head, strict=True):
         windows = torch.nn.functional.pad(of_head, (reach, reach), value=-torch.inf).unfold(0, rule.pool_tokens, 1)
         # Tokens behind those before the window are always kept.
         pooled = torch.nn.functional.pad(windows.amax(dim=1), (0, candidates))[:candidates]
