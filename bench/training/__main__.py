@@ -15,7 +15,6 @@ from rich.table import Table
 from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
 from bench.common.results import ResultFile, Row
-from bench.training.launches import Trial, launched, parse_trials
 from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure, run_both
 from bench.training.profiles import profiled
 from vllm_sparse_plugin.config import resolve
@@ -42,10 +41,6 @@ HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
 Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
 Statistics = Annotated[str, typer.Option(help="Page statistics.")]
 ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} or the folder of a Llama.")]
-Launches = Annotated[
-    list[str] | None,
-    typer.Option("--launch", help="Also the soft mask with KERNEL=ROWSxCOLUMNSxWARPSxSTAGES, repeatable."),
-]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements per pass.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Also launches, and the time of each kernel, on a GPU.")]
@@ -61,7 +56,6 @@ def run(
     head_size: HeadSize = 128,
     budget_tokens: Budget = 512,
     statistics: Statistics = "quarters",
-    launch: Launches = None,
     repeats: Repeats = 10,
     profile: Profile = False,
     device: Device = "cuda",
@@ -75,9 +69,6 @@ def run(
     """
     end, device = time.monotonic() + time_limit, _device(device, profile)
     names = parse_names("pass", passes, PASSES) if passes else PASSES
-    trials: list[Trial | None] = [None, *parse_trials(launch or [])]
-    usable = [name for name in names if is_available(name, device) and (name != "math" or device == "cpu")]
-    runs = [(name, trial) for name in usable for trial in (trials if name == "soft" else trials[:1])]
     settings = {"selection": {"budget_tokens": budget_tokens, "statistics": statistics}}
     selection = resolve(settings, "unique").selection
     assert isinstance(selection, UniqueSelection)
@@ -86,15 +77,14 @@ def run(
     with ResultFile(output, describe_run(commit=commit)) as file:
         for tokens in parse_sizes("context", context or _CONTEXTS):
             inputs = shape.draw(tokens, device)
-            for name, trial in runs:
+            for name in names:
+                if not is_available(name, device) or (name == "math" and device.startswith("cuda")):
+                    continue
                 if time.monotonic() > end:
                     break
-                with launched(trial):
-                    row = _row(name, tokens, shape, selection) | _measured(
-                        name, inputs, selection, device, repeats, profile
-                    )
-                if trial is not None:
-                    row["pass"] = f"{name}, {trial}"
+                row = _row(name, tokens, shape, selection) | _measured(
+                    name, inputs, selection, device, repeats, profile
+                )
                 rows.append(row)
                 file.write(row)
     Console().print(_table(rows))

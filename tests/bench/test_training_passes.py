@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,8 @@ from typer.testing import CliRunner
 
 from bench.common.results import ROOT
 from bench.training.__main__ import app
-from bench.training.launches import KERNELS, parse_trials
 from bench.training.passes import PASSES, Shape, forward_of, is_available
 from bench.training.profiles import summarise
-from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import UniqueSelection
 
 
@@ -41,29 +38,6 @@ def test_a_line_is_written_for_each_pass(tmp_path):
     for row in rows:
         assert row["both"]["median_ms"] >= row["forward"]["p20_ms"] > 0
         assert row["backward"]["repeats"] == 2
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_other_launches_are_measured_beside_those_of_the_kernels(tmp_path, monkeypatch):
-    from sparse_kernels.masked_attention.triton.launches import LAUNCHES
-
-    path, before, used = tmp_path / "training.jsonl", dict(LAUNCHES), []
-    monkeypatch.setattr("bench.training.__main__.measure", lambda *_: used.append(dict(LAUNCHES)) or {})
-    shape = ["--query-heads", "4", "--kv-heads", "2", "--head-size", "32", "--budget-tokens", "32"]
-    arguments = ["run", "--output", str(path), "--device", "cpu", "--context", "64", "--pass", "hard,soft", *shape]
-    done = CliRunner().invoke(app, [*arguments, "--launch", "forward=64x32x4x3"])
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
-    assert [row["pass"] for row in rows] == ["hard", "soft", "soft, forward=64x32x4x3"]
-    assert used == [before, before, before | {"forward": (64, 32, 4, 3)}]
-    assert before == LAUNCHES
-    assert set(KERNELS) == set(LAUNCHES)
-
-
-@pytest.mark.parametrize("text", ["other=64x64x4x2", "forward=64x64x4", "forward=64x48x4x2", "forward=64x64x4x0", ""])
-def test_launches_of_another_form_are_refused(text):
-    with pytest.raises(ConfigurationError, match=r"launch: got .*, allowed: KERNEL=ROWSxCOLUMNSxWARPSxSTAGES"):
-        parse_trials([text])
 
 
 def test_a_profile_counts_launches_and_adds_up_kernels():

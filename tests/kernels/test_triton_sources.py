@@ -21,7 +21,7 @@ EVICTION = ("_add_votes", "_newest_similar", "_mean_similarity", "_move_in_place
 MASKED = {
     "0.5": [
         *OF_SCORES,
-        *("mask._soften", "forward._forward", "backward._gradients"),
+        *("mask._soften", "forward._forward", "backward._query_gradient", "backward._key_gradient"),
         *("score_gradients._scored_queries", "score_gradients._scored_records"),
     ],
     "None": [

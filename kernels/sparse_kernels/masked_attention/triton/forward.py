@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.masked_attention.triton.launches import LAUNCHES, grid, keys_shape
+from sparse_kernels.masked_attention.triton.launches import Launch, grid, keys_shape
 from sparse_kernels.masked_attention.triton.mask import load_pages, repeated, soft_parts
 from sparse_kernels.masked_attention.triton.scores import (
     LOG2E,
@@ -20,6 +20,8 @@ from sparse_kernels.masked_attention.triton.scores import (
     tile_of,
     tile_rows,
 )
+
+_FORWARD = Launch(rows=128, columns=64, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def attend(
     threshold = query.new_empty((query.shape[0], call.num_kv_heads), dtype=torch.float32)
     output = torch.empty_like(query)
     log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
-    shape = keys_shape(call, LAUNCHES["forward"], query.device)
+    shape = keys_shape(call, _FORWARD, query.device)
     for bias, _, pieces, first_token in soft_parts(call, query, records, threshold, is_found=False):
         _forward[grid(call, pieces, shape)](
             query, key, value, bias, output, log_sum, *pieces, first_token, bias.shape[2], call.scale, **shape,

@@ -23,16 +23,7 @@ class Launch(NamedTuple):
     """Keys, or vectors of pages, that a program handles at a time."""
     num_warps: int
     num_stages: int
-    """At least 2 for gradients of keys: log m of a tile must be loaded before any thread overwrites it."""
-
-
-LAUNCHES = {
-    "forward": Launch(rows=128, columns=64, num_warps=8, num_stages=3),
-    "gradients": Launch(rows=64, columns=128, num_warps=8, num_stages=2),
-    "scored_queries": Launch(rows=128, columns=64, num_warps=8, num_stages=2),
-    "scored_records": Launch(rows=64, columns=128, num_warps=8, num_stages=2),
-}
-"""The launch of each kernel. A benchmark may try others."""
+    """At least 2 for gradients of queries: log m of a tile must be loaded before any thread overwrites it."""
 
 
 def _shape(call: Call, launch: Launch, device: torch.device) -> tuple[dict[str, int], int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.masked_attention.triton.launches import LAUNCHES, grid, vectors_shape
+from sparse_kernels.masked_attention.triton.launches import Launch, grid, vectors_shape
 from sparse_kernels.masked_attention.triton.mask import load_pages
 from sparse_kernels.masked_attention.triton.scores import (
     PIECE,
@@ -22,15 +20,8 @@ from sparse_kernels.masked_attention.triton.scores import (
     tile_rows,
 )
 
-
-@triton.jit
-def sum_places(ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Returns the places of the sums of consecutive rows: `[ROWS, DIMS]`.
-
-    Neighbours are swapped. Triton then gives neighbours to different threads, so an addition to 32 sums is to 128
-    consecutive bytes. Four consecutive sums per thread would be four additions to 512 bytes.
-    """
-    return tl.arange(0, ROWS)[:, None] * DIMS + (tl.arange(0, DIMS) ^ 1)[None, :]
+_SCORED_QUERIES = Launch(rows=128, columns=64, num_warps=8, num_stages=2)
+_SCORED_RECORDS = Launch(rows=64, columns=128, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -49,8 +40,6 @@ def _scored_queries(
     scales_ptr,
     of_scores_ptr,
     winners_ptr,
-    sums_ptr,
-    steps_ptr,
     query_gradient_ptr,
     start_ptr,
     begin_ptr,
@@ -58,8 +47,6 @@ def _scored_queries(
     first_page_ptr,
     first_token,
     width,
-    rows_of_head,
-    scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -71,11 +58,11 @@ def _scored_queries(
     PAGES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Writes the gradients of queries: those through the logits, from their sums, and those through the scores."""
+    """Adds the gradients through the scores to the gradients of queries."""
     head = tl.program_id(1)
     start, begin, length, first_page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
     complete = tl.minimum(start + TOKENS, length) // PAGE_SIZE
-    if start >= length:
+    if (start >= length) | (complete == 0):
         return
     token = start + tl.arange(0, TOKENS)
     dim, column = tl.arange(0, DIMS), tl.arange(0, PAGES * VECTORS)
@@ -98,15 +85,10 @@ def _scored_queries(
     row = tl.arange(0, TOKENS * PADDED)
     position, group_head = start + row // PADDED, row % PADDED
     of_row = row_places(begin + position, group_head, head, HEADS, GROUP)
-    sums_ptr += (head.to(tl.int64) * rows_of_head + (begin - first_token + start) * PADDED) * DIMS
-    through_logits = tl.load(sums_ptr + sum_places(TOKENS * PADDED, DIMS)).to(tl.float32)
-    exists = (position < length) & (group_head < GROUP)
-    result += through_logits / tl.load(steps_ptr + of_row, mask=exists, other=1.0)[:, None] * scale
-    tl.store(
-        query_gradient_ptr + of_row[:, None] * HEAD_SIZE + dim[None, :],
-        result.to(query_gradient_ptr.dtype.element_ty),
-        mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
-    )
+    place = of_row[:, None] * HEAD_SIZE + dim[None, :]
+    mask = ((position < length) & (group_head < GROUP))[:, None] & (dim < HEAD_SIZE)[None, :]
+    result += tl.load(query_gradient_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(query_gradient_ptr + place, result.to(query_gradient_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_token", "last_token"])
@@ -168,23 +150,12 @@ def _scored_records(
         tl.store(spread_gradient_ptr + place, of_pages, mask=mask)
 
 
-class Sums(NamedTuple):
-    """The gradients of the queries of a part through the logits, before the scale."""
-
-    whole: torch.Tensor
-    """`[num_kv_heads, more than num_tokens, padded group, DIMS]` int32 or int64, in steps. The
-    place of an element is that of `sum_places`."""
-    steps: torch.Tensor
-    """Number of steps that make one, for all tokens: `[num_tokens, num_query_heads]` float32."""
-
-
 def add_score_gradients(
     call: Call,
     part: Part,
     last_token: int,
     query: torch.Tensor,
     records: Records,
-    sums: Sums,
     of_query: torch.Tensor,
     of_vectors: torch.Tensor,
     of_spread: torch.Tensor | None,
@@ -197,19 +168,17 @@ def add_score_gradients(
         last_token: one past the last token of the part.
         query: `[num_tokens, num_query_heads, head_size]`.
         records: of all pages.
-        sums: what the queries get through the logits.
-        of_query: receives the gradients of the queries.
+        of_query: gradients of the queries.
         of_vectors: gradients of the vectors, float32.
         of_spread: gradients of the spreads; None for records without spreads.
     """
     (stored, scales, _), (of_scores, winners, pieces, first_token) = records, part
     width = of_scores.shape[2]
-    shape = vectors_shape(call, LAUNCHES["scored_queries"], query.device)
+    shape = vectors_shape(call, _SCORED_QUERIES, query.device)
     _scored_queries[grid(call, pieces, shape)](
-        stored, scales, of_scores, winners, *sums, of_query, *pieces, first_token, width,
-        sums.whole[0].numel() // shape["DIMS"], call.scale, **shape, PIECE=PIECE,
-    )  # fmt: skip
-    shape = vectors_shape(call, LAUNCHES["scored_records"], query.device)
+        stored, scales, of_scores, winners, of_query, *pieces, first_token, width, **shape, PIECE=PIECE
+    )
+    shape = vectors_shape(call, _SCORED_RECORDS, query.device)
     tiles = call.tiles(shape["PAGES"] * call.mask.page_size, query.device)
     _scored_records[(len(tiles.start), call.num_kv_heads)](
         query, of_scores, winners, of_vectors, of_spread, *tiles, first_token, last_token, width,

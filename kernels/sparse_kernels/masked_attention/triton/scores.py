@@ -110,41 +110,6 @@ def norms(query, std_weight):
 
 
 @triton.jit
-def rows_from(
-    pointer,
-    first,
-    exists,
-    head,
-    HEADS,
-    GROUP,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Loads the rows of a tile by its first token: `[TOKENS * PADDED, DIMS]`, zero where a row does not exist.
-
-    Only one number depends on the token. In a loop, the others stay what they are.
-    """
-    row, dim = tl.arange(0, TOKENS * PADDED), tl.arange(0, DIMS)
-    place = (row // PADDED * (HEADS * GROUP) + row % PADDED) * HEAD_SIZE
-    pointer += (first.to(tl.int64) * HEADS + head) * (GROUP * HEAD_SIZE)
-    return tl.load(
-        pointer + (place[:, None] + dim[None, :]), mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def numbers_from(
-    pointer, first, exists, head, nothing, HEADS, GROUP, PADDED: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    """Loads a number of each row of a tile by its first token: `[TOKENS * PADDED]`."""
-    row = tl.arange(0, TOKENS * PADDED)
-    pointer += (first.to(tl.int64) * HEADS + head) * GROUP
-    return tl.load(pointer + (row // PADDED * (HEADS * GROUP) + row % PADDED), mask=exists, other=nothing)
-
-
-@triton.jit
 def tile_rows(
     query_ptr,
     start,
@@ -162,7 +127,8 @@ def tile_rows(
     row = tl.arange(0, TOKENS * PADDED)
     position, group_head = start + row // PADDED, row % PADDED
     exists = (position < length) & (group_head < GROUP)
-    query = rows_from(query_ptr, begin + start, exists, head, HEADS, GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)
+    query = rows(query_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
+                 HEAD_SIZE, DIMS)  # fmt: skip
     return position, group_head, exists, query
 
 

@@ -5,11 +5,9 @@ computed once for some tokens at a time and become log m in place: one number pe
 kernels read them. In the backward pass, the index of the winning head and vector takes the same number of elements. No
 other array has this size.
 
-In the backward pass, a program holds keys and goes through the queries that may read them, so logits are computed once.
-It overwrites log m with the gradients of the scores. Two further kernels pass these gradients to the winning head and
-vector. Gradients of keys, values and records are summed in float32, one part of the tokens after the other, and in each
-part by one program. Gradients of queries get parts from many programs. They are summed as integers, so the order does
-not matter. The result does not depend on the launch.
+In the backward pass, the kernel for queries overwrites log m with the gradients of the scores. Two further kernels pass
+these gradients to the winning head and vector. Gradients of keys, values and records are summed in float32, one part of
+the tokens after the other, and in each part by one program. The result does not depend on the launch.
 """
 
 from __future__ import annotations
