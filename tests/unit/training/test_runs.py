@@ -228,7 +228,7 @@ def test_a_disk_that_fills_up_ends_a_run_in_one_sentence_and_keeps_the_last_stat
         with pytest.raises(
             ConfigurationError, match=r"^output: got .* \(.*(space|failed).*\), allowed: a folder that can"
         ):
-            trainer._save()
+            trainer.save()
     assert Trainer(run_of(model, tmp_path), rows(), TOKENIZER, "cpu").steps == 2
 
 
