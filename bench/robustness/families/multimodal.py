@@ -6,7 +6,7 @@ import base64
 import io
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continua
 from bench.common.models import NEEDLE_8M
 from bench.robustness.families.engines import engine
 from bench.robustness.families.referee import watch
-from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS
+from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS, Way
 
 _FEW, _MANY = 1, 12
 """Numbers of images or sounds in a message that fits the budget, and in one that does not."""
@@ -147,11 +147,21 @@ def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
 
 
 def faults_of(name: str) -> Iterator[str]:
-    """The faults of images or audio under `unique`, compared with dense attention and the reference pipeline."""
+    """The faults of images or audio under `unique` and `snapkv`, compared with dense attention and the reference."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         dense = answer(name, Path(folder))
-        with watch() as referee:
-            found = answer(name, Path(folder), **WAYS["unique"].arguments)
+        if dense[0].logprobs == dense[1].logprobs:
+            yield "more images or sounds change nothing"
+        for way in ("unique", "snapkv"):
+            yield from (f"{way}: {fault}" for fault in _faults_under(WAYS[way], dense, name, Path(folder)))
+
+
+def _faults_under(way: Way, dense: Sequence[Continuation], name: str, folder: Path) -> Iterator[str]:
+    """The faults of a way to serve images or audio; `dense` are the answers of dense attention."""
+    from bench.robustness.families.evictions import watch_evictions
+
+    with watch() as referee, watch_evictions(referee.note) as moves:
+        found = answer(name, folder, **way.arguments)
     yield from referee.faults
     if (error := logprob_error(dense[0], found[0])) > LOGPROB_TOLERANCE:
         yield f"within the budget log probabilities differ by {error:.3g} from dense attention's"
@@ -159,10 +169,10 @@ def faults_of(name: str) -> Iterator[str]:
         yield "log probabilities are not finite"
     if found[1].logprobs == dense[1].logprobs:
         yield "a small budget changes nothing"
-    if dense[0].logprobs == dense[1].logprobs:
-        yield "more images or sounds change nothing"
-    if not referee.steps:
-        yield "no layer decoded in the plugin's kernels"
+    if bool(referee.steps) != way.judged:
+        yield f"layers decoded {referee.steps} times in the plugin's kernels"
+    if bool(moves[0]) != way.evicts:
+        yield f"layers moved tokens {moves[0]} times"
 
 
 def answer_densely(name: str) -> None:
