@@ -148,6 +148,7 @@ def test_tokens_are_drawn_of_the_likeliest_with_drafts_and_without(lossless):
 
 
 def test_what_drafts_write_is_never_read_and_statistics_are_those_of_verified_keys():
-    settings = {"lossless": {"draft_tokens": 5, "draft_length": "fixed", "min_context_tokens": 0}}
+    drafts = {"draft_tokens": 5, "draft_length": "fixed", "min_context_tokens": 0, "score_every": 3}
+    settings = {"lossless": drafts}
     seen = in_fresh_process(check_random_schedules, 1, "unique", settings, 400)
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions", "drafts")) > 0, seen
