@@ -6,37 +6,11 @@ from pathlib import Path
 from statistics import mean
 
 from bench.common.pages import Block, table, wrap
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, read_run
 
 SOAK = RESULTS / "h200" / "compaction" / "soak_10000.jsonl"
 WINDOW = SOAK.with_name("window_decoding_8b.jsonl")
 _NOTHING = "Nothing yet."
-_ANSWERS_TOKENS = 8192
-"""The context length of the answers in the table."""
-_SETTINGS = (
-    "snapkv, pool 5", "snapkv, pool 13", "pyramidkv, pool 5", "pyramidkv, pool 13", "h2o", "zipvl", "unique"
-)  # fmt: skip
-"""Methods in the order of their columns."""
-_ASKED = {"inside": ("in the prompt", (1 / 4, 1 / 32)), "behind": ("after it", (1 / 4,))}
-"""Places of the question, their names in the table, and the shares of the prompt in the table."""
-
-
-def answers() -> Block:
-    """Right answers by model, place of the question, share kept and method."""
-    paths, lines = [], []
-    for path in _files("answers"):
-        run = read_run(path)
-        here = [row for row in run.rows if row["context_tokens"] == _ANSWERS_TOKENS]
-        found = {(row["question"], row["share"], row["setting"]): _right(row) for row in here}
-        for asked, (place, shares) in _ASKED.items() if here else ():
-            for share in shares:
-                cells = (found.get((asked, share, setting), "-") for setting in _SETTINGS)
-                kept = f"1/{1 / share:.0f}"
-                lines.append([run.about["model"], place, kept, found[asked, 1.0, "dense"], *cells])
-        paths += [path] if here else []
-    names = (f"`{name}`{comma}{pool}" for name, comma, pool in (setting.partition(",") for setting in _SETTINGS))
-    headings = ["model", "question", "kept", "dense", *names]
-    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
 
 
 def users() -> Block:
@@ -168,8 +142,3 @@ def streams() -> Block:
 def _files(study: str) -> list[Path]:
     """Result files of a study on all machines."""
     return sorted(RESULTS.glob(f"*/compaction/{study}_*.jsonl"))
-
-
-def _right(row: Row) -> str:
-    answered = "".join(row["right"].values())
-    return f"{answered.count('1')}/{len(answered)}"

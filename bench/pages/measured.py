@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.common.options import size_text
 from bench.common.results import RESULTS, Row, read_run
-from bench.pages import kernels, prefill, quality, real, serving, sinks
+from bench.pages import compaction, kernels, offload, prefill, quality, real, serving, sinks
 from vllm_sparse_plugin.tools.eval.report import mean_shares
 from vllm_sparse_plugin.tools.eval.results import read_results
 
@@ -16,6 +17,7 @@ _PAGE_SCORES = _H200 / "page-scores" / "all.jsonl"
 _TRAINED = {mask: _H200 / "training" / f"needle-8m_{mask}.jsonl" for mask in ("soft", "hard")}
 _TERMINATION = _CPU / "termination" / "needle-8m.jsonl"
 _KERNELS = _H200 / "kernels" / "all.jsonl"
+_QWEN3 = _H200 / "decode" / "qwen3.jsonl"
 _TEXT_TOKENS = 7680
 """Tokens of the texts that show the first token."""
 _LEVEL = 0.8
@@ -124,6 +126,41 @@ def end_to_end() -> Found:
         ratios.append(dense / sparse)
         paths += files
     return Found(f"{min(ratios):.1f}x to {max(ratios):.1f}x at 6 x 128K", paths)
+
+
+def small_model_steps() -> Found:
+    """Decode steps of a model with the shape of Qwen3-1.7B over dense attention."""
+    ratios = []
+    for (context, batch), dense in serving.read_steps(_QWEN3, "flash_attn").items():
+        sparse = serving.read_steps(_QWEN3, "unique")[context, batch]
+        ratios.append(f"{dense['ms_per_token'] / sparse['ms_per_token']:.1f}x at {batch} x {size_text(context)}")
+    return Found(", ".join(ratios), [_QWEN3])
+
+
+def attention_over_dense() -> Found:
+    """Attention of a decode step over FlashAttention 3, with the default budget."""
+    times, ratios = kernels.read_times(kernels.LEVELED), []
+    for case in ("8q1s32K", "32q1s128K"):
+        found = times["decode", f"{case} g4"]
+        ratio = found["FlashAttention 3"]["warm"]["median_us"] / found["unique"]["warm"]["median_us"]
+        ratios.append(f"{ratio:.1f}x at {case.replace('q1s', ' x ')}")
+    return Found(", ".join(ratios), [kernels.LEVELED])
+
+
+def returning_clients() -> Found:
+    """Throughput of clients that return to their prompts, over dense attention and over vLLM's KV offloading."""
+    rates = [read_run(path).rows[-1]["output_tokens_per_second"] for path in offload.CONVERSATIONS.values()]
+    dense, offloading, ours = rates
+    text = f"{ours / dense:.1f}x; {ours / offloading:.1f}x of vLLM's offloading"
+    return Found(text, list(offload.CONVERSATIONS.values()))
+
+
+def evicting_users() -> Found:
+    """Requests at once and throughput of eviction while decoding, over dense attention."""
+    rows = {row["variant"]: row for row in read_run(compaction.WINDOW).rows}
+    dense, kept = rows["dense"], rows["snapkv"]
+    users, rate = (kept[name] / dense[name] for name in ("running_mean", "output_tokens_per_second"))
+    return Found(f"{users:.1f}x requests, {rate:.1f}x tokens per s", [compaction.WINDOW])
 
 
 def other_weights() -> Found:
@@ -287,6 +324,14 @@ def first_token() -> Found:
     (found,) = times.values()
     dense, sparse = (found[name]["seconds_median"] for name in prefill.engines(times))
     return Found(f"{sparse:.2f} of {dense:.2f} s ({dense / sparse:.2f}x)", [prefill.ZIPVL["zipvl_paper"]])
+
+
+def sparse_first_token() -> Found:
+    """The time to the first token with sparse prefill over dense attention, in steps of 8,192 tokens."""
+    paths = prefill.prefill_files()
+    found = prefill.read_times(paths, "first_token", "context_tokens", "chunk_tokens")[131072, 8192]
+    dense, sparse = (found[name]["seconds_median"] for name in (prefill.DENSE, "`unique_prefill`"))
+    return Found(f"{dense / sparse:.2f}x", paths)
 
 
 def window_loss() -> Found:

@@ -26,7 +26,6 @@ _WEIGHTED = {
     "oracle": "true weight (a bound)",
 }
 """Statistics and the lambda of their score."""
-_EVALUATED = ["right", "share (95 %)", "minus dense, paired (95 %)"]
 _WITNESS_MIXES = {
     "dense": "with `dense`",
     "sinkrouter": "with `sinkrouter`",
@@ -34,8 +33,6 @@ _WITNESS_MIXES = {
     "unique_routed": "with `unique` and routing",
 }
 """Files of witness-6m, and their names in the text."""
-_POLICIES = ("dense", "unique", "quest", "mean", "infllm", "streaming_llm")
-"""Presets that differ only in their policy, dense attention first."""
 
 
 def mix_file(name: str) -> Path:
@@ -140,19 +137,6 @@ def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
     return rows
 
 
-def served() -> Block:
-    """Needles decoded from the question, through vLLM, by budget."""
-    rows: dict[str, list[str]] = {}
-    headings, sources = ["budget"], []
-    for folder, where in ((_CPU, "4,096 tokens, CPU"), (_H200, "16,384 tokens, H200")):
-        paths = [folder / "needles" / f"{label}.jsonl" for label in ("dense", "512", "128", "64")]
-        for label, right, _, gap in _evaluated(paths):
-            rows.setdefault(label.removeprefix("unique"), []).extend([right, gap])
-        headings += [where, "minus dense (95 %)"]
-        sources += paths
-    return Block(table(headings, ([label, *cells] for label, cells in rows.items())), sources)
-
-
 _TRAINED = {
     _CPU: {"before": "before", "after": "after"},
     _H200: {
@@ -173,13 +157,6 @@ def trained_served() -> Block:
             lines.append([where, name, right, gap])
         sources += paths
     return Block(table(["served on", "model", "right", "minus the first row of the machine, paired"], lines), sources)
-
-
-def mixes() -> Block:
-    """Needles decoded from the question under every policy."""
-    paths = [mix_file(name) for name in _POLICIES]
-    rows = [[policy, right, gap] for policy, right, _, gap in _evaluated(paths)]
-    return Block(table(["policy", _EVALUATED[0], _EVALUATED[-1]], rows), paths)
 
 
 def stopped_answers() -> Block:

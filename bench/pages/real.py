@@ -298,6 +298,19 @@ def ruler() -> Block:
     return Block(table(["task", *headings], lines), [RULER])
 
 
+def ruler_policies() -> Block:
+    """The mean RULER score of each policy, answered by vLLM."""
+    rows, lines = _rows(RULER), []
+    contexts = sorted({row["context_tokens"] for row in rows})
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        name, _, tokens = setting.partition("-")
+        read = "all" if setting == _DENSE else f"{int(tokens):,}" if tokens else "1,024"
+        means = (ruler_score(rows, setting, context) for context in contexts)
+        cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
+        lines.append([f"`{name}`", read, *cells])
+    return Block(table(["policy", "tokens", *(f"{context:,}" for context in contexts)], lines), [RULER])
+
+
 def _agreements(rows: Sequence[Row], setting: str) -> dict[str, float]:
     """The agreement of each text that was served."""
     return {row["id"]: row["agreement"] for row in rows if row["setting"] == setting}

@@ -100,8 +100,19 @@ _STREAMING_LLM = (
     Claim("heat map: first tokens", "bright stripe", "a mean", measured.first_weight),
     Claim("H2O throughput; step at 64K, dense, Quest", "29x; 6.2, 3.2 ms (computed)", "no OPT; other GPU"),
 )  # fmt: skip
+_RIVALS = (
+    Claim("Vortex (2606.06453): throughput, Qwen3-1.7B, H200", "3.46x", "decode steps, drawn weights",
+          measured.small_model_steps),
+    Claim("Kascade (2512.16391): decode attention over FlashAttention 3, H100", "4.1x", "every layer selects",
+          measured.attention_over_dense),
+    Claim("Kascade: prefill", "2.2x", "first token, 128K", measured.sparse_first_token),
+    Claim("SPIN (2604.26837): throughput, cache in host memory", "1.66x to 5.66x", "clients return to prompts",
+          measured.returning_clients),
+    Claim("R-KV: requests, throughput", "2.56x, 1.32x", "drawn weights", measured.evicting_users),
+)  # fmt: skip
 CLAIMS: dict[str, Sequence[Claim]] = {
     "unique": _UNIQUE, "sinkrouter": _SINKROUTER, "art": _ART, "zipvl": _ZIPVL, "streaming_llm": _STREAMING_LLM,
+    "rivals": _RIVALS,
 }  # fmt: skip
 """By the block that shows them."""
 
@@ -129,6 +140,11 @@ def zipvl() -> Block:
 def streaming_llm() -> Block:
     """StreamingLLM and the text about sinks."""
     return _block("streaming_llm")
+
+
+def rivals() -> Block:
+    """Other systems."""
+    return _block("rivals")
 
 
 def _block(name: str) -> Block:

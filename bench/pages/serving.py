@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,11 @@ MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn",
 _MANY = 32
 """Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
-_LATER_RUN = [H200 / "offload" / f"{name}.jsonl" for name in ("flash_attn", "unique")]
-"""Decode steps of FlashAttention 3 and of the default, with the step that the first run lacks."""
+_REUSE = H200 / "lossless" / "score_every.jsonl"
+_MAIN = H200 / "decode" / "main.jsonl"
+"""Decode steps of FlashAttention 3 and of the default."""
+_ANCHORS = [H200 / "decode-anchors" / f"{name}.jsonl" for name in ("main", "every3_heads")]
+"""Decode steps of FlashAttention 3, and of a selection that a third of the layers make."""
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps without measurements, and with one measured step per interval."""
 METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
@@ -30,7 +32,6 @@ _DECODES = (
     ("fp8, noise", "int8", "flash_attn_1m", "unique_1m"),
 )
 """KV cache, page statistics, and the result files of dense and sparse decode steps."""
-_CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 
 Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
@@ -73,27 +74,23 @@ def meter() -> Block:
 
 
 def decode_gpu() -> Block:
-    """Time per token on a GPU by context and batch. All were measured on one host within minutes."""
-    paths = [H200 / "decode-anchors" / f"{name}.jsonl" for name in ("main", "every3_heads")]
-    dense, steps = (read_steps(paths[0], variant) for variant in ("flash_attn", "unique"))
-    placed = read_steps(paths[1])
+    """Time per token on a GPU by context and batch, measured on one host within minutes, and with anchor layers."""
+    dense, sparse = (read_steps(_MAIN, variant) for variant in ("flash_attn", "unique"))
     rows = []
     for (context, batch), row in dense.items():
-        before, cells = row["ms_per_token"], []
-        for step in (steps.get((context, batch)), placed[context, batch]):
-            time = None if step is None else step["ms_per_token"]
-            cells += ["not measured", ""] if time is None else [f"{time:.2f}", f"{before / time:.2f}x"]
-        rows.append([f"{context:,}", str(batch), f"{before:.2f}", *cells])
-    anchors = "with 2,048 tokens, a third of the layers choosing"
-    heads = ["context", "requests", "FlashAttention 3", "`unique`", "", anchors, ""]
-    later, again = map(read_steps, _LATER_RUN)
-    context, batch = max(again)
-    before, now = (run[context, batch]["ms_per_token"] for run in (later, again))
+        before, now = row["ms_per_token"], sparse[context, batch]["ms_per_token"]
+        rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}x"])
+    context, batch = max(dense)
+    before, now = (
+        read_steps(path, variant)[context, batch]["ms_per_token"]
+        for path, variant in zip(_ANCHORS, ("flash_attn", "unique"), strict=True)
+    )
     text = wrap(
-        f"In another run, {batch} requests with {context:,} tokens took {now:.2f} ms with `unique`, and "
-        f"{before:.2f} ms with FlashAttention 3 ({before / now:.2f}x).", "",
+        f"With anchor layers {batch} requests of {context:,} tokens took {now:.2f} ms in another run, and densely "
+        f"{before:.2f}.", "",
     )  # fmt: skip
-    return Block(f"{table(heads, rows)}\n\n{text}", [*paths, *_LATER_RUN])
+    heads = ["context", "requests", "FlashAttention 3", "`unique`", "ratio"]
+    return Block(f"{table(heads, rows)}\n\n{text}", [_MAIN, *_ANCHORS])
 
 
 def decode_steps() -> Block:
@@ -214,6 +211,18 @@ def lossless_adaptive() -> Block:
     return Block("\n\n".join(parts), list(ADAPTIVE))
 
 
+def lossless_reuse() -> Block:
+    """Lossless mode whose drafts choose pages in every step, or seldom, by set acceptance."""
+    lines: dict[float, list[str]] = {}
+    settings = []
+    for row, before in _drafted(_REUSE):
+        ratio = before / row["ms_per_token"]
+        lines.setdefault(row["acceptance"], []).append(f"{row['ms_per_token']:.2f} ({ratio:.2f}x)")
+        settings.append(row["score_every"])
+    heads = [f"`score_every` {steps}, ms per token" for steps in dict.fromkeys(settings)]
+    return Block(table(["acceptance", *heads], [[str(rate), *cells] for rate, cells in lines.items()]), [_REUSE])
+
+
 def _drafted(path: Path) -> list[tuple[Row, float]]:
     """The rows of lossless mode in order, each with the time per token of dense decoding in milliseconds."""
     rows = [row for row in read_run(path).rows if "ms_per_token" in row]
@@ -263,17 +272,3 @@ def serving() -> Block:
         lines.append([f"{row['prefix_tokens']:,}", str(concurrency), f"`{variant}`", *numbers])
     headings = ["tokens cached", "clients", "backend", "first token, ms", "ms per token", "tokens per s"]
     return Block(table(headings, lines), [FEW_CLIENTS, *MANY_CLIENTS])
-
-
-def decode_cpu() -> Block:
-    """Time per token on a CPU by context."""
-    times: dict[int, dict[str, float]] = {}
-    for line in read_run(_CPU).rows:
-        if "backend" in line:
-            per_token = statistics.median(line["seconds_per_token"]) * 1e3
-            times.setdefault(line["context_tokens"], {})[line["backend"]] = per_token
-    rows = [
-        [f"{context:,}", f"{ms['dense']:.2f}", f"{ms['unique']:.2f}", f"{ms['dense'] / ms['unique']:.2f}"]
-        for context, ms in times.items()
-    ]
-    return Block(table(["context", "dense, ms per token", "`unique`, ms per token", "dense / unique"], rows), [_CPU])

@@ -258,7 +258,7 @@ def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypa
     assert kernels.budgets_by_request().text.startswith(
         "Budgets by request change the time of a decode step's attention by +0.8% to +0.8%, measured for 1 batches"
     )
-    assert "takes 1.0 to 1.0 times as long" in kernels.coverage_cost().text.replace("\n", " ")
+    assert kernels.coverage_cost().text.endswith(": 1.01 times as long for 8 x 32K.")
 
 
 def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):
