@@ -230,6 +230,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config, config.rolling_window is not None)
+            has_first = config.routing is None or config.compaction.sink_tokens > 0
+            expect(has_first, f"{KEY}.compaction.sink_tokens", "0 with routing, which reads the first token",
+                   "at least 1")  # fmt: skip
             refusals += refuse_evictions(vllm_config, config.compaction)
         if config.offload is not None:
             refusals += refuse_offload(vllm_config, config)

@@ -90,6 +90,25 @@ def test_refused_routing_of_learned_sinks(folder, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"compaction": {"method": "snapkv", "sink_tokens": 0}},
+        {"selection": {"policy": "streaming_llm", "sink_pages": 0}, "compaction": {"method": "streaming_llm"}},
+    ],
+)
+def test_routing_needs_the_first_token_in_its_place(folder, others):
+    def given(others: dict) -> dict:
+        routing = {"routing": {"threshold": 0.5, **UNCALIBRATED}}
+        return {"attention_backend": "sinkrouter", "additional_config": {"sparse_attention": routing | others}}
+
+    sentence = f"sparse_attention.compaction.sink_tokens: got 0 with routing, which reads the first token, {ROUTED}"
+    assert refusal(folder(), **given(others)) == f"{sentence}at least 1"
+    of_text, alone = {"compaction": {"method": "snapkv", "sink_tokens": 1}}, {"compaction": None}
+    for good in (of_text, others | alone):
+        assert engine_config(folder(), **given(good))
+
+
 def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
     model = folder()
     calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
