@@ -47,6 +47,13 @@ def test_its_user_may_read_more_or_less():
     assert resolved.config.min_context_tokens == 0
 
 
+def test_it_never_puts_tokens_into_the_order_of_votes_under_page_statistics():
+    section = SECTION | {"stopping": {"dense_order": "votes"}}
+    assert not resolve({"compaction": {"method": "snapkv"}}, "unique", section).reads_by_votes
+    asked = {"stopping": {"dense_order": "votes"}, "compaction": {"method": "snapkv"}}
+    assert resolve(asked, "art", section).reads_by_votes
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "got", "trained"),
     [

@@ -122,9 +122,9 @@ def check_effects(resolved: ResolvedConfig) -> None:
            f"{diagnostics.sample_every} with {unmeasured}, where nothing is measured", "0 or null")  # fmt: skip
     expect(config.stopping is None or policy == DensePolicy.name(), f"{KEY}.stopping.dense_sink_pages",
            f"a value with policy {policy}", "none, or selection.sink_pages")  # fmt: skip
-    against = _against_votes(resolved)
-    expect(against is None or not resolved.reads_by_votes, f"{KEY}.stopping.dense_order",
-           f"votes with {against}", "newest")  # fmt: skip
+    by_votes = config.stopping is not None and config.stopping.dense_order == "votes"
+    expect(resolved.reads_by_votes or not by_votes, f"{KEY}.stopping.dense_order",
+           f"votes with {resolved.against_votes}", "newest")  # fmt: skip
 
 
 def _check_prefill(prefill: Section, expect: Callable[[bool, str, Any, str], None]) -> None:
@@ -141,20 +141,6 @@ def _check_prefill(prefill: Section, expect: Callable[[bool, str, Any, str], Non
         expect(share != 1, f"{KEY}.prefill.sink_blocks", beside, allowed)
         expect(share != 1, f"{KEY}.prefill.recent_blocks", beside, allowed)
         expect(share != 1, f"{KEY}.prefill.min_blocks", beside, allowed)
-
-
-def _against_votes(resolved: ResolvedConfig) -> str | None:
-    """Returns the reason why kept tokens cannot lie in the order of their votes, or None."""
-    policy, compaction = resolved.selection.name(), resolved.compaction
-    if policy != DensePolicy.name():
-        # Statistics are of neighbours in the text.
-        return f"policy {policy}"
-    if compaction is None or not resolved.moves_tokens:
-        return "no votes of a compaction"
-    if compaction.evicts_between_steps:
-        # Later evictions take the last tokens for the newest, and neighbours for neighbours in the text.
-        return "a compaction that evicts between steps"
-    return None
 
 
 def _against_logs(resolved: ResolvedConfig) -> str | None:

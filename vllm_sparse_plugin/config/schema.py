@@ -19,7 +19,7 @@ from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.names import KEY as KEY
-from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
+from vllm_sparse_plugin.policies import POLICIES, DensePolicy, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
@@ -191,7 +191,21 @@ class ResolvedConfig:
     def reads_by_votes(self) -> bool:
         """Whether decode steps read the tokens with most votes first, and compaction stores them in this order."""
         stopping: Stopping | None = self.config.stopping
-        return stopping is not None and stopping.dense_order == "votes"
+        return stopping is not None and stopping.dense_order == "votes" and self.against_votes is None
+
+    @property
+    def against_votes(self) -> str | None:
+        """The reason why kept tokens cannot lie in the order of their votes, or None."""
+        policy, compaction = self.selection.name(), self.compaction
+        if policy != DensePolicy.name():
+            # Statistics are of neighbours in the text.
+            return f"policy {policy}"
+        if compaction is None or not self.moves_tokens:
+            return "no votes of a compaction"
+        if compaction.evicts_between_steps:
+            # Later evictions take the last tokens for the newest, and neighbours for neighbours in the text.
+            return "a compaction that evicts between steps"
+        return None
 
     @property
     def rolling_window(self) -> RollingWindow | None:
