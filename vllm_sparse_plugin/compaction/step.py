@@ -48,8 +48,10 @@ class RequestState:
         if not self.ranges:
             return None
         host = torch.zeros(self.prompt_tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
+        # A request may name thousands of ranges, and each call of torch takes microseconds.
+        marks = host.numpy()
         for each in self.ranges:
-            host[each.start : each.stop] = True
+            marks[each.start : each.stop] = True
         return host.to(device, non_blocking=True)
 
     def move(self, name: str, layer: Any, impl: Any, prompt: PromptBlocks, rule: CompactionRule) -> None:
