@@ -90,6 +90,9 @@ def test_pages_are_kept_where_every_step_would_choose_some():
     ):
         assert refusal(asked | other, preset) == f"sparse_attention.lossless.score_every: got {got}, allowed: none"
         assert resolve({"lossless": {}} | other, preset).draft_rule.score_every == 1
+    one = {"lossless": {"score_every": 4, "draft_tokens": 1}}
+    sentence = "sparse_attention.lossless.score_every: got a value with draft_tokens 1, allowed: none"
+    assert refusal(one, "unique") == sentence
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_pages_are_kept_where_every_step_would_choose_some():
         ({"lossless": {"score_every": 16, "draft_tokens": 16}}, 64 + 2),
         ({"lossless": {}, "selection": {"coverage": 0.9}}, 0),
         ({"lossless": {"score_every": 1}}, 0),
-        ({"lossless": {"score_every": 4, "draft_tokens": 1}}, 0),
+        ({"lossless": {"draft_tokens": 1}}, 0),
         ({}, 0),
     ],
 )

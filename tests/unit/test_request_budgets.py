@@ -189,6 +189,13 @@ def test_protected_ranges_have_one_form(bad):
     assert str(refusal.value) == f"sparse_protect: got {bad!r}, allowed: {allowed}"
 
 
+def test_a_long_text_of_ranges_is_not_read():
+    text = ",".join(f"{start}:{start + 1}" for start in range(0, 40000, 2))
+    with pytest.raises(VLLMValidationError) as refusal:
+        enter(engine_config("snapkv"), SamplingParams(extra_args={"sparse_protect": text}))
+    assert str(refusal.value) == f"sparse_protect: got {len(text)} characters, allowed: at most 65536"
+
+
 @pytest.mark.parametrize(
     ("backend", "compaction", "room"),
     [

@@ -14,6 +14,8 @@ from vllm_sparse_plugin.requests.arguments import PROTECT
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 logger = init_logger(f"vllm.{__name__}")
+_LONGEST = 1 << 16
+"""Characters. Longer texts would hold up the API server."""
 _FORM = re.compile(r"[0-9]{1,9}:[0-9]{1,9}(,[0-9]{1,9}:[0-9]{1,9})*")
 
 
@@ -52,6 +54,8 @@ def protected_ranges(arguments: Mapping[str, Any] | None, config: ResolvedConfig
 
 
 def _parse(got: Any) -> tuple[range, ...]:
+    if isinstance(got, str) and len(got) > _LONGEST:
+        raise ValueError(f"{PROTECT}: got {len(got)} characters, allowed: at most {_LONGEST}")
     if isinstance(got, str) and _FORM.fullmatch(got):
         ranges = tuple(range(*map(int, each.split(":"))) for each in got.split(","))
         if all(ranges) and all(one.stop <= other.start for one, other in pairwise(ranges)):
