@@ -3,7 +3,7 @@
 import pytest
 from support.bench.serving import decode_rows, write_results
 
-from bench.common.models import open_model
+from bench.common.models import SHAPES, open_model
 from bench.common.options import ClientRow
 from bench.serving.__main__ import main as serving_main
 from bench.serving.serve import fit, make_loads
@@ -23,7 +23,7 @@ SERVING = {
     ),
     "no model": (
         ["--model", "missing"],
-        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.2-1b, llama-3.1-8b-512k, llama-3.1-8b-1m or ",
+        f"model: got 'missing', allowed: needle-8m, {', '.join(SHAPES)} or ",
     ),
 }
 DECODE = SERVING | {
