@@ -70,7 +70,7 @@ def real(
         list[str] | None,
         typer.Option(help=f"RULER task that needs no file, repeatable. Default: {', '.join(_TASKS)}."),
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 2,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 1,
     texts: Annotated[int, typer.Option(min=1, help="Number of texts. Their newest tokens are compared.")] = 4,
     seed: Seed = 0,
     json_path: Annotated[
@@ -168,7 +168,7 @@ def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
     for (task, of_dense), (_, of_sparse) in zip(*(groupby(scores[name], _task) for name in scores), strict=True):
         parts = [list(of_dense), list(of_sparse)]
         means = (f"{fmean(result.score for result in part):.2f}" for part in parts)
-        table.add_row(f"{task}, score of {len(parts[0])} questions", *means)
+        table.add_row(f"{task}, score, asked {len(parts[0])}", *means)
     dense, other, again = (
         [result for result in runs[name] if result.metric == NLL] for name in (_DENSE, sparse, _AGAIN)
     )
