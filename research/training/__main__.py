@@ -119,8 +119,7 @@ def run(
 
     def train_and_measure(name: str, number: int, folder: Path) -> Iterator[Row]:
         chosen = plans[name].model_copy(update={"seed": number})
-        yield from study.train(folder, chosen, ARMS[name].is_dense, deadline)
-        yield from study.measure(study.load(folder), before)
+        return study.train_and_measure(folder, chosen, ARMS[name].is_dense, deadline, before)
 
     with ResultFile(output, _about(study, commit, shared)) as file, _folder(models) as parent:
         for (place, number), name in product(enumerate(map(int, seeds.split(","))), names):
@@ -168,8 +167,7 @@ def search(
 
     def train_and_measure(recipe: Recipe) -> Iterator[Row]:
         with _folder(None) as folder:
-            yield from study.train(folder / name, plans[recipe], ARMS[name].is_dense, deadline)
-            yield from study.measure(study.load(folder / name), before)
+            yield from study.train_and_measure(folder / name, plans[recipe], ARMS[name].is_dense, deadline, before)
 
     with ResultFile(output, _about(study, commit, shared), append=True) as file:
         if BEFORE not in done:

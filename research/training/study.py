@@ -133,6 +133,13 @@ class Study:
         # accelerate keeps one state for the process. The next training may have another precision.
         AcceleratorState._reset_state(reset_partial_state=True)
 
+    def train_and_measure(
+        self, folder: Path, settings: TrainingSettings, is_dense: bool, deadline: float, before: Sequence[torch.Tensor]
+    ) -> Iterator[Row]:
+        """Yield the rows of a training, then those of the trained model. See `train` and `measure`."""
+        yield from self.train(folder, settings, is_dense, deadline)
+        yield from self.measure(self.load(folder), before)
+
     def load(self, folder: Path) -> Llama:
         """Load a trained model to measure."""
         return Llama.load(folder, self.device, self.dtype)
