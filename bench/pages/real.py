@@ -225,14 +225,13 @@ def _backends(path: Path, texts: Mapping[str, str]) -> Block:
     for setting in dict.fromkeys(row["setting"] for row in rows):
         if setting == _AGAIN:
             continue
-        backend, _, tokens = setting.partition("-")
         first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
         kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []
         cells = []
         for text in texts:
             found = [row for row in rows if row["text"] == text]
             cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
-        lines.append([f"`{backend}`", f"{int(tokens):,}" if tokens else "preset", *kept, *cells])
+        lines.append([*_named(setting), *kept, *cells])
     headings = ["backend", "tokens", *(["keys kept"] if evicts else []), *texts.values()]
     return Block(table(headings, lines), [path])
 
@@ -303,12 +302,16 @@ def ruler_policies() -> Block:
     rows, lines = _rows(RULER), []
     contexts = sorted({row["context_tokens"] for row in rows})
     for setting in dict.fromkeys(row["setting"] for row in rows):
-        name, _, tokens = setting.partition("-")
-        read = "all" if setting == _DENSE else f"{int(tokens):,}" if tokens else "1,024"
         means = (ruler_score(rows, setting, context) for context in contexts)
         cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
-        lines.append([f"`{name}`", read, *cells])
+        lines.append([*_named(setting), *cells])
     return Block(table(["policy", "tokens", *(f"{context:,}" for context in contexts)], lines), [RULER])
+
+
+def _named(setting: str) -> list[str]:
+    """The backend of a setting and the tokens that it reads or keeps, in a table."""
+    backend, _, tokens = setting.partition("-")
+    return [f"`{backend}`", f"{int(tokens):,}" if tokens else "all" if setting == _DENSE else "preset"]
 
 
 def _agreements(rows: Sequence[Row], setting: str) -> dict[str, float]:
