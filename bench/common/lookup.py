@@ -191,10 +191,10 @@ def make_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
 
     generator = torch.Generator().manual_seed(_SEED)
     size, hidden = shape.head_size, 4 * shape.head_size
-    own, answer = slice(0, size), slice(2 * size, 3 * size)
+    current, answer = slice(0, size), slice(2 * size, 3 * size)
     codes = _codes(size, generator)
     embedding = torch.zeros(VOCABULARY, hidden, dtype=torch.float64)
-    embedding[:, own], embedding[:, 3 * size :] = codes, _CONSTANT
+    embedding[:, current], embedding[:, 3 * size :] = codes, _CONSTANT
     yield "model.embed_tokens.weight", embedding
 
     for layer in range(shape.layers):
@@ -241,7 +241,7 @@ def _attention(shape: Shape, layer: int, generator: torch.Generator) -> dict[str
     import torch
 
     size = shape.head_size
-    own, before, answer, constant = 0, size, 2 * size, 3 * size
+    current, before, answer, constant = 0, size, 2 * size, 3 * size
     q = torch.zeros(shape.heads, size, 4 * size, dtype=torch.float64)
     k, v = (torch.zeros(shape.kv_heads, size, 4 * size, dtype=torch.float64) for _ in range(2))
     o = torch.zeros(4 * size, shape.heads, size, dtype=torch.float64)
@@ -261,10 +261,10 @@ def _attention(shape: Shape, layer: int, generator: torch.Generator) -> dict[str
             rows = torch.arange(_ROTARY, size)
             matched = (rows + head * GROUP) % size
             k[head, rows, before + matched] = signs[matched] * _RMS
-            q[queries, rows, own + matched] = signs[matched] * _RMS * _MATCH_SCORE * math.sqrt(size) / len(matched)
+            q[queries, rows, current + matched] = signs[matched] * _RMS * _MATCH_SCORE * math.sqrt(size) / len(matched)
             target, share = answer, _LAYER_SHARE / shape.heads
         elements = torch.arange(size)
-        v[head, elements, own + order] = signs * _RMS
+        v[head, elements, current + order] = signs * _RMS
         for query in range(queries.start, queries.stop):
             o[target + order, query, elements] = signs * share
     return {"q": q.flatten(0, 1), "k": k.flatten(0, 1), "v": v.flatten(0, 1), "o": o.flatten(1)}

@@ -101,8 +101,8 @@ def check_effects(resolved: ResolvedConfig) -> None:
     beside = {"routing": routing, "stopping": config.stopping, "selection.coverage": coverage}
     for name, value in beside.items():
         expect(value is None, f"{KEY}.lossless.score_every", f"a value with {name}", "none")
-    drafts = config.lossless.draft_tokens if config.lossless is not None else 2
-    expect(drafts > 1, f"{KEY}.lossless.score_every", "a value with draft_tokens 1", "none")
+    several = config.lossless is None or config.lossless.draft_tokens > 1
+    expect(several, f"{KEY}.lossless.score_every", "a value with draft_tokens 1", "none")
     expect(isinstance(resolved.selection, ScoredSelection), f"{KEY}.lossless.score_every",
            f"a value with policy {policy}, which scores no pages", "none")  # fmt: skip
     for_cubic = "none, or with a cubic: a threshold is the same for all contexts"
