@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from sparse_kernels.batch import DecodeOutput
+from sparse_kernels.batch import DecodeOutput, WholeRequests
 from sparse_kernels.limits import MAX_K
 from sparse_kernels.page_coverage import Limits
 from sparse_kernels.split_attention import Stopping, stop_scratch
@@ -89,6 +89,24 @@ def fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None = 
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
     batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
     return lambda: sparse_decode(batch, cache, softmax, geometry.selection, routing=routing)
+
+
+def whole(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step without the write, of requests that read their whole context. All thread blocks share them."""
+    (sparse_decode,) = loaded
+    batch, cache, softmax, geometry = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry
+    device, requests, rows = batch.query.device, len(batch.seq_lens), inputs.case.tokens * geometry.num_kv_heads
+    numbers = requests * WholeRequests.scratch_numbers(rows, inputs.case.group, geometry.head_size)
+    batch = replace(
+        batch,
+        dense_requests=torch.ones(requests, dtype=torch.bool, device=device),
+        whole=WholeRequests(
+            torch.tensor([requests, *range(requests)], dtype=torch.int32, device=device),
+            torch.empty(numbers, device=device),
+            torch.zeros(requests * rows, dtype=torch.int32, device=device),
+        ),
+    )
+    return lambda: sparse_decode(batch, cache, softmax, geometry.selection)
 
 
 def budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> Call:

@@ -153,14 +153,17 @@ CacheCase = DecodeCase | PrefillCase
 Case = CacheCase | TopKCase
 
 DECODE_OPS = (
-    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage", "verify",
+    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage", "whole",
+    "verify",
 )  # fmt: skip
 OPS = (
     "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
-    "verify", "prefill",
+    "whole", "verify", "prefill",
 )  # fmt: skip
 """Most important first, so that an interrupted run has these."""
-_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "verify", "prefill")
+_OF_ONE_GROUP = (
+    "route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "whole", "verify", "prefill",
+)  # fmt: skip
 """Operations that are measured only with the first group size."""
 _VERIFIED_TOKENS = (9, 5, 3)
 """Query tokens of steps that verify drafts: the number of drafts plus one."""

@@ -6,7 +6,7 @@ A provider is loaded once. If this fails, the reason is recorded for each of its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -74,6 +74,14 @@ _DENSE_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
     "FlashAttention 3",
     rivals.load_flash_attention,
     lambda loaded, inputs: rivals.flash_attention(loaded, inputs, inputs.lengths),
+    checks.dense,
+    traffic.dense,
+)
+
+_TOGETHER: Provider[DecodeInputs] = Provider(
+    "multi_token_decode",
+    imported("sparse_kernels.multi_token_decode:multi_token_decode"),
+    calls.together,
     checks.dense,
     traffic.dense,
 )
@@ -364,16 +372,18 @@ PROVIDERS: dict[str, Op[Any]] = {
             ),
         ),
     ),
+    "whole": Op(
+        Workload.decode_inputs,
+        (
+            Provider("unique", imported(_SPARSE_DECODE), calls.whole, checks.dense, traffic.dense),
+            _TOGETHER,
+            _DENSE_FLASH_ATTENTION,
+        ),
+    ),
     "verify": Op(
         Workload.verify_inputs,
         (
-            Provider(
-                "unique",
-                imported("sparse_kernels.multi_token_decode:multi_token_decode"),
-                calls.together,
-                checks.dense,
-                traffic.dense,
-            ),
+            replace(_TOGETHER, name="unique"),
             _DENSE_FLASH_ATTENTION,
         ),
     ),
