@@ -16,6 +16,17 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that imports this package and asks local servers."""
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "NO_PROXY": "127.0.0.1",  # a proxy of the environment must not see local requests
+        "no_proxy": "127.0.0.1",
+    }
+
+
 def run_python(module: str, arguments: list[str], seconds: float, log: Path | None = None) -> int | None:
     """Run `python -m module arguments`. The output goes to `log`, or to the output of this process.
 
@@ -28,13 +39,7 @@ def run_python(module: str, arguments: list[str], seconds: float, log: Path | No
             stdin=subprocess.DEVNULL,
             stdout=file if log else None,
             stderr=subprocess.STDOUT if log else None,
-            env={
-                "VLLM_LOGGING_LEVEL": "WARNING",
-                **os.environ,
-                "PYTHONPATH": python_path(),
-                "NO_PROXY": "127.0.0.1",  # a proxy of the environment must not see local requests
-                "no_proxy": "127.0.0.1",
-            },
+            env=child_environment(),
             start_new_session=True,
         )
         try:

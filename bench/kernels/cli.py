@@ -14,7 +14,7 @@ import typer
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_grid, parse_names, parse_sizes
 from bench.common.results import ResultFile, Run
-from bench.kernels.cases import FORMATS, OPS, QUICK, Case, Geometry, Grid, TopKCase
+from bench.kernels.cases import DEFAULT_FORMAT, FORMATS, OPS, QUICK, CacheCase, Case, Geometry, Grid, TopKCase
 from bench.kernels.report import print_results, read_results
 from bench.kernels.runner import LEFT_OUT, MEASURED, Runner, is_broken
 from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
@@ -84,10 +84,7 @@ def run(
     """
     deadline = time.monotonic() + time_limit
     cases = grid_of(quick, only, grid, groups, formats)
-    if not torch.cuda.is_available():
-        raise ConfigurationError(
-            "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
-        )
+    _require_gpu()
     if not build:
         # Building its operators takes minutes each without output.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
@@ -127,6 +124,88 @@ def run(
     if broken:
         console.print(f"{len(broken)} rows are broken.", style="red")
         raise typer.Exit(1)
+
+
+_COUNTED = ("decode=128K=6", "decode=128K=1", "decode:leveled=128K=32", "whole=128K=1", "prefill=128K=1")
+
+
+@app.command()
+def counters(
+    output: Output,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="OP=CONTEXT=BATCH or OP:STATISTICS=CONTEXT=BATCH. Default: " + ", ".join(_COUNTED)),
+    ] = None,
+    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = 128,
+    commit: Commit = None,
+) -> None:
+    """Count the bytes that the kernels of this project read from memory, with Nsight Compute."""
+    from bench.kernels.counters import count
+    from bench.kernels.environment import describe
+
+    plans = [(each, _one_case(each)) for each in case or _COUNTED]
+    _require_gpu()
+    console = open_console()
+    geometry = Geometry(k=budget_pages)
+    header = {**describe(torch.device("cuda"), commit), "geometry": vars(geometry)}
+    torch.cuda.empty_cache()
+    with ResultFile(output, header) as file:
+        for text, (op, one) in plans:
+            row = {"op": op, "case": one.fields(), "case_name": one.name, "bytes": _planned_bytes(op, one, geometry)}
+            for kernel in count(["once", "--case", text, "--budget-pages", str(budget_pages)]):
+                file.write({**row, **kernel._asdict()})
+                console.print(
+                    f"{op} {one.name}: {kernel.name}: {kernel.read_bytes / 1e6:.1f} MB read, "
+                    f"{kernel.bandwidth_percent:.0f}% of the bandwidth; the call needs {row['bytes'] / 1e6:.1f} MB"
+                )
+
+
+@app.command()
+def once(
+    case: Annotated[str, typer.Option(help="As for `counters`.")],
+    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = 128,
+) -> None:
+    """Run one case with the profiler on, for `counters`."""
+    op, one = _one_case(case)
+    _require_gpu()
+    from bench.kernels.counters import run_counted
+    from bench.kernels.providers import PROVIDERS
+    from bench.kernels.workload import Workload
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    geometry = Geometry(k=budget_pages)
+    workload = Workload(geometry, device, one.blocks(geometry))
+    provider = PROVIDERS[op].providers[0]
+    call = provider.prepare(provider.load(), PROVIDERS[op].inputs(workload, one))
+    run_counted(call, torch.cuda.get_device_properties(device).L2_cache_size, device)
+
+
+def _one_case(text: str) -> tuple[str, CacheCase]:
+    """The operation and the case of `OP=CONTEXT=BATCH`.
+
+    Raises:
+        ConfigurationError: for another text.
+    """
+    name, _, step = text.partition("=")
+    op, _, statistics = name.partition(":")
+    plan = grid_of(False, [op], [step], ["4"], [statistics or DEFAULT_FORMAT]).plan() if step else []
+    cases = [(op, case) for op, case in plan if not isinstance(case, TopKCase)]
+    if not cases:
+        raise ConfigurationError(f"case: got {text!r}, allowed: an operation with a cache, such as decode=128K=6")
+    return cases[0]
+
+
+def _planned_bytes(op: str, case: CacheCase, geometry: Geometry) -> int:
+    from bench.kernels.providers import PROVIDERS
+
+    return PROVIDERS[op].providers[0].traffic(case, geometry)
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
+        )
 
 
 @app.command()
