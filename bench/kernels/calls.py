@@ -103,7 +103,7 @@ def whole(loaded: list[Any], inputs: DecodeInputs) -> Call:
         whole=WholeRequests(
             torch.tensor([requests, *range(requests)], dtype=torch.int32, device=device),
             torch.empty(numbers, device=device),
-            torch.zeros(requests * rows, dtype=torch.int32, device=device),
+            torch.zeros(WholeRequests.arrived_numbers(requests, rows), dtype=torch.int32, device=device),
         ),
     )
     return lambda: sparse_decode(batch, cache, softmax, geometry.selection)

@@ -151,12 +151,13 @@ def counters(
     torch.cuda.empty_cache()
     with ResultFile(output, header) as file:
         for text, (op, one) in plans:
-            row = {"op": op, "case": one.fields(), "case_name": one.name, "bytes": _planned_bytes(op, one, geometry)}
+            needed = _planned_bytes(op, one, geometry)
+            row = {"op": op, "case": one.fields(), "case_name": one.name, "bytes": needed}
             for kernel in count(["once", "--case", text, "--budget-pages", str(budget_pages)]):
                 file.write({**row, **kernel._asdict()})
                 console.print(
                     f"{op} {one.name}: {kernel.name}: {kernel.read_bytes / 1e6:.1f} MB read, "
-                    f"{kernel.bandwidth_percent:.0f}% of the bandwidth; the call needs {row['bytes'] / 1e6:.1f} MB"
+                    f"{kernel.bandwidth_percent:.0f}% of the bandwidth; the call needs {needed / 1e6:.1f} MB"
                 )
 
 

@@ -9,8 +9,10 @@ import torch
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
-MOST_STRIPES = 32
+MOST_STRIPES = 64
 """Stripes, at most, of a long context that is attended whole: `MOST_STRIPES` in whole.cuh."""
+WHOLE_COUNTERS = 2
+"""Numbers in `arrived` before those of rows: `WHOLE_COUNTERS` in whole.cuh."""
 WHOLE_TOKENS = 4096
 """Longer contexts are cut into stripes where they are attended whole: `WHOLE_TOKENS` in whole.cuh."""
 
@@ -36,7 +38,7 @@ class WholeRequests:
     scratch: torch.Tensor
     """`[n]` float32, see `scratch_numbers`. Calls which follow each other may share it."""
     arrived: torch.Tensor
-    """`[most * rows of a request]` int32 zeros; every call leaves zeros behind."""
+    """`[n]` int32 zeros, see `arrived_numbers`; every call leaves zeros behind."""
     first_request: int = 0
     """The number by which the list calls the first request of the batch."""
 
@@ -51,10 +53,15 @@ class WholeRequests:
         """
         return rows * MOST_STRIPES * group_size * (head_size + 2)
 
+    @staticmethod
+    def arrived_numbers(requests: int, rows: int) -> int:
+        """Returns the numbers of `arrived` for some requests of `rows` query tokens times KV heads."""
+        return WHOLE_COUNTERS + requests * rows
+
     def room(self, rows: int, group_size: int, head_size: int) -> StripesRoom:
         """Divides the scratch; arguments are those of `scratch_numbers`."""
         requests = len(self.scratch) // self.scratch_numbers(rows, group_size, head_size)
-        requests = min(requests, len(self.arrived) // rows)
+        requests = min(requests, (len(self.arrived) - WHOLE_COUNTERS) // rows)
         values = requests * rows * MOST_STRIPES * group_size * head_size
         return StripesRoom(self.scratch[:values], self.scratch[values:], requests)
 

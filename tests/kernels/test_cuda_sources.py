@@ -486,6 +486,7 @@ def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
     #include "whole.cuh"
     static_assert(MAX_CANDIDATES == {MAX_K}, "k");
     static_assert(MOST_STRIPES == {batch.MOST_STRIPES}, "stripes");
+    static_assert(WHOLE_COUNTERS == {batch.WHOLE_COUNTERS}, "counters");
     static_assert(WHOLE_TOKENS == {batch.WHOLE_TOKENS}, "tokens");
     static_assert(Chunks::MOST == {MOST_CHUNK}, "chunk");
     """

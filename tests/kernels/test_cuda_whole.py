@@ -47,7 +47,8 @@ def listing(case: Case, requests: tuple[int, ...], most: int = 100, room: int = 
     listed = torch.full((1 + most,), 1 << 20, dtype=torch.int32)
     listed[: 1 + len(requests)] = torch.tensor((len(requests), *requests))
     scratch = torch.full((numbers,), torch.nan, device="cuda")
-    return WholeRequests(listed.cuda(), scratch, torch.zeros(most * rows, dtype=torch.int32, device="cuda"), first)
+    arrived = torch.zeros(WholeRequests.arrived_numbers(most, rows), dtype=torch.int32, device="cuda")
+    return WholeRequests(listed.cuda(), scratch, arrived, first)
 
 
 def decode_listed(

@@ -50,7 +50,7 @@ struct WholeParams {
     const int* requests;  // Their count, then their numbers; `first_request` is the batch's first. Null: none.
     float* values;        // Per listed row and stripe: [group * head size].
     float* weights;       // Per listed row and stripe: [group][2].
-    int* arrived;         // Per listed row: stored stripes. Zero between launches.
+    int* arrived;         // WHOLE_COUNTERS, then per listed row: stored stripes. Zero between launches.
     int first_request;
     int most_requests;    // Room for this many requests.
 };

@@ -7,7 +7,9 @@
 
 // The thread blocks of a row read shorter contexts.
 constexpr int WHOLE_TOKENS = 4096;
-constexpr int STRIPE = 16, MOST_STRIPES = 32, LEAST_PIECE_TOKENS = 64;
+// Before the rows' numbers in `arrived`: stripes that are taken, and thread blocks that have ended.
+constexpr int WHOLE_COUNTERS = 2;
+constexpr int STRIPE = 16, MOST_STRIPES = 64, LEAST_PIECE_TOKENS = 64;
 
 DEVICE bool is_long_and_whole(const QueryToken& at) { return at.whole && at.context > WHOLE_TOKENS; }
 
@@ -180,21 +182,36 @@ struct WholeAttention {
 
     DEVICE int count() const { return min(p.whole.requests[0], p.whole.most_requests); }
 
-    // The thread block takes its share of the stripes of all listed requests, as one of `blocks`. The thread block that
-    // stores the last stripe of a row adds up the row.
-    DEVICE void share(int heads, int requests, int block, int blocks) const {
-        int per_request = p.contexts.tokens_per_request, listed_rows = count() * per_request * heads;
-        // The last thread blocks come first, because they have no row.
+    // Stripes of the row of a query token; none if its own thread blocks read it.
+    DEVICE int stripes(const QueryToken& at) const { return is_long_and_whole(at) ? WholeCut(at.context).stripes() : 0; }
+
+    // The thread block takes stripes of the listed requests until none is left, as one of `blocks`. Not all thread blocks
+    // of a launch run at once: one that starts late finds little to do. The thread block that stores the last stripe of a
+    // row adds up the row.
+    DEVICE void share(int heads, int requests, int blocks) const {
+        int per_request = p.contexts.tokens_per_request, tokens = count() * per_request;
+        int *taken = p.whole.arrived, *ended = taken + 1, *arrived = taken + WHOLE_COUNTERS;
+        int next = thread == 0 ? atomicAdd(taken, 1) : 0;
+        while (true) {
+            __syncthreads();
+            if (thread == 0) *(int*)published = next;
+            __syncthreads();
+            int unit = *(int*)published, listed = 0, token = 0;
 #pragma unroll 1
-        for (int unit = blocks - 1 - block; unit < listed_rows * MOST_STRIPES; unit += blocks) {
-            int row = unit % listed_rows, stripe = unit / listed_rows, head = row % heads, listed = row / heads / per_request;
-            int request = p.whole.requests[1 + listed] - p.whole.first_request;
-            if (request < 0 || request >= requests) continue;
-            int token = request * per_request + row / heads % per_request;
+            for (; listed < tokens; listed++) {
+                int request = p.whole.requests[1 + listed / per_request] - p.whole.first_request;
+                if (request < 0 || request >= requests) continue;
+                token = request * per_request + listed % per_request;
+                int units = heads * stripes(QueryToken(p.contexts, token));
+                if (unit < units) break;
+                unit -= units;
+            }
+            if (listed == tokens) break;
+            // Its answer is needed after the stripe only.
+            if (thread == 0) next = atomicAdd(taken, 1);
+            int head = unit % heads, stripe = unit / heads, row = listed * heads + head;
             QueryToken at(p.contexts, token);
             WholeCut cut(at.context);
-            if (!is_long_and_whole(at) || stripe >= cut.stripes()) continue;
-            __syncthreads();
             query.template prepare_all<QUERY, WARPS>(p.query, token, head, warp, lane);
             __syncthreads();
             Sum sum = attend_stripe(at, TokenRows(p.cache, head), cut, stripe);
@@ -207,12 +224,14 @@ struct WholeAttention {
             __threadfence();
             __syncthreads();
             bool last = false;
-            if (thread == 0) last = atomicAdd(p.whole.arrived + row, 1) + 1 == cut.stripes();
+            if (thread == 0) last = atomicAdd(arrived + row, 1) + 1 == cut.stripes();
             if (!__syncthreads_or(last)) continue;
             __threadfence();
-            if (thread == 0) p.whole.arrived[row] = 0;
+            if (thread == 0) arrived[row] = 0;
             add_up(values, weights, cut.stripes(), token, head);
         }
+        // The last thread block that ends leaves zeros for the next launch.
+        if (thread == 0 && atomicInc((u32*)ended, blocks - 1) == (u32)blocks - 1) *taken = 0;
     }
 
     DEVICE void add_up(const float* values, const float2* weights, int stripes, int token, int head) const {

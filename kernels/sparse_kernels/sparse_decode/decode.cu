@@ -484,6 +484,5 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     if (listed == 0) return;
     // Peers no longer access this thread block's shared memory: they have merged, or the row had nothing to merge.
     Whole whole(p, ((Shared*)memory)->attention.query, memory + FIXED_BYTES, dynamic_shared_bytes() - FIXED_BYTES);
-    int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, block, gridDim.x * gridDim.y * gridDim.z);
+    whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, gridDim.x * gridDim.y * gridDim.z);
 }

@@ -12,7 +12,7 @@ from sparse_kernels.batch import WHOLE_TOKENS, WholeRequests
 
 from vllm_sparse_plugin.requests.limits import StepNumbers
 
-WHOLE_SCRATCH = 32 * 2**20
+WHOLE_SCRATCH = 64 * 2**20
 """Bytes of scratch: 63 requests of a layer with 32 query heads of 128 elements."""
 
 
@@ -44,9 +44,9 @@ class WholeList:
             numbers // WholeRequests.scratch_numbers(tokens_per_request * kv_heads, group, size)
             for kv_heads, group, size in heads
         )
-        rows = self.most * tokens_per_request * max(each.num_kv_heads for each in heads)
+        rows = tokens_per_request * max(each.num_kv_heads for each in heads)
         self._scratch = torch.empty(numbers if self.most else 0, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(WholeRequests.arrived_numbers(self.most, rows), dtype=torch.int32, device=device)
         self._listed = StepNumbers(0, 1 + self.most, torch.int32, device)
         self._dense_tokens, self._tokens_per_request = dense_tokens, tokens_per_request
 
