@@ -14,6 +14,8 @@ COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_next")
 """Model types with state-space layers that tests serve with compaction."""
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 """Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""
+_EVERY = "attention"
+"""Name of layers with attention in `layers_block_type`, beside those without."""
 NOISE = "DecodeBenchConnector"
 """The KV connector that fills blocks with noise, for time measurements."""
 
@@ -65,10 +67,17 @@ def unmixed_blocks(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def layers_over_everything(vllm_config: VllmConfig) -> int:
-    """Returns how many layers of a worker attend to the whole context; all layers if the model does not tell."""
-    model = vllm_config.model_config
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    return kinds.count(_FULL) or int(model.get_num_layers(vllm_config.parallel_config))
+    """Returns how many layers of a worker attend to the whole context; all layers if the model does not tell.
+
+    Layers without attention do not count: PyramidKV shares the budget among the others.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if found := sum(kind in (_FULL, _EVERY) for kind in kinds):
+        return found
+    # Pruned models have layers without attention in `block_configs`.
+    return int(model.get_num_layers_by_block_type(parallel) if model.has_noops else model.get_num_layers(parallel))
 
 
 def _layer_kinds(vllm_config: VllmConfig) -> set[str]:

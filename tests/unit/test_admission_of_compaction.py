@@ -1,7 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
 
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.attention.base import ModelSize
+from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
@@ -68,6 +72,29 @@ def test_only_layers_without_a_window_keep_queries(folder):
     for model, layers in (({}, 2), (WINDOWS, 1)):
         got = refusal(folder(**model), **arguments, max_num_seqs=1 << 26, max_num_batched_tokens=1 << 26)
         assert f": at most {(1 << 22) // layers}: each running request keeps " in got
+
+
+@pytest.mark.parametrize(
+    ("text", "has_noops", "expected"),
+    [
+        ({"layer_types": ["conv", "full_attention", "sliding_attention", "full_attention"]}, False, 2),
+        ({"layers_block_type": ["mamba", "mlp", "mamba", "attention"]}, False, 1),
+        ({"layer_types": None}, False, 4),
+        ({}, True, 3),
+    ],
+)
+def test_layers_without_attention_share_no_budget(text, has_noops, expected):
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(**text), has_noops=has_noops,
+        get_num_layers=lambda parallel: 4, get_num_layers_by_block_type=lambda parallel: 3,
+    )  # fmt: skip
+    assert layers_over_everything(SimpleNamespace(model_config=model, parallel_config=None)) == expected
+
+
+def test_memory_is_reserved_for_layers_with_attention(folder):
+    # Every second layer of the model has attention.
+    assert ModelSize.of(engine_config(folder("JambaForCausalLM"))).num_layers == 1
+    assert ModelSize.of(engine_config(folder())).num_layers == 2
 
 
 ROLLING = {"method": "streaming_llm", "positions": "rolling"}

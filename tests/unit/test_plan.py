@@ -59,9 +59,13 @@ def test_layers_of_other_kinds_are_named(folder):
     sentence = "24 of 32 layers do not attend to the whole context; the numbers take all layers to do so"
     assert "whole context;" not in run("--model", str(folder), *SIZES)
     values = json.loads((folder / "config.json").read_text())
-    kinds = ["sliding_attention", "sliding_attention", "conv", "full_attention"] * 8
-    (folder / "config.json").write_text(json.dumps({"text_config": {**values, "layer_types": kinds}}))
-    assert sentence in run("--model", str(folder), *SIZES)
+    for field, kinds in {
+        "layer_types": ["sliding_attention", "sliding_attention", "conv", "full_attention"] * 8,
+        "layers_block_type": ["mamba", "mamba", "mlp", "attention"] * 8,
+        "hybrid_override_pattern": "M-M*" * 8,
+    }.items():
+        (folder / "config.json").write_text(json.dumps({"text_config": {**values, field: kinds}}))
+        assert sentence in run("--model", str(folder), *SIZES)
 
 
 def test_offloading_divides_both_memories(folder):

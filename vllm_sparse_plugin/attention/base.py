@@ -119,6 +119,7 @@ class ModelSize(NamedTuple):
     longest_context: int
     """In tokens."""
     num_layers: int
+    """Layers that attend to the whole context."""
     requests: int
     """The most requests that run at once."""
 
@@ -128,7 +129,7 @@ class ModelSize(NamedTuple):
         model = vllm_config.model_config
         if model is None:
             return cls(0, 0, 0)
-        layers = model.get_num_layers(vllm_config.parallel_config)
+        layers = layers_over_everything(vllm_config)
         return cls(model.max_model_len, layers, vllm_config.scheduler_config.max_num_seqs)
 
 

@@ -283,9 +283,11 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
 
 def _other_layers(folder: Path) -> Iterator[str]:
     """Yield a sentence on the layers that do not attend to the whole context, if config.json names any."""
-    kinds = text_config(read_config(folder)).get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else []
-    others = [kind for kind in kinds if kind != "full_attention"]
+    config = text_config(read_config(folder))
+    # Some hybrids name their layers, others have a letter for each.
+    named = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
+    kinds = next((kinds for kinds in named if kinds and isinstance(kinds, (list, str))), [])
+    others = [kind for kind in kinds if kind not in ("full_attention", "attention", "*")]
     if others:
         yield (
             f"{len(others)} of {len(kinds)} layers do not attend to the whole context; the numbers take all layers to "
