@@ -233,6 +233,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             has_first = config.routing is None or config.compaction.sink_tokens > 0
             expect(has_first, f"{KEY}.compaction.sink_tokens", "0 with routing, which reads the first token",
                    "at least 1")  # fmt: skip
+            # Kernels count the tokens that are left; the cubic was fitted to lengths of the text.
+            has_cubic = config.routing is not None and config.routing.cubic is not None
+            expect(not has_cubic, f"{KEY}.routing.cubic", "a threshold by length with compaction, which shortens it",
+                   "null with routing.threshold, or no compaction")  # fmt: skip
             refusals += refuse_evictions(vllm_config, config.compaction)
         if config.offload is not None:
             refusals += refuse_offload(vllm_config, config)

@@ -109,6 +109,21 @@ def test_routing_needs_the_first_token_in_its_place(folder, others):
         assert engine_config(folder(), **given(good))
 
 
+@pytest.mark.parametrize("method", ["snapkv", "streaming_llm", "random"])
+def test_a_threshold_by_length_needs_the_length_of_the_text(folder, method):
+    def given(routing: dict, compaction: dict | None) -> dict:
+        sections = {"routing": routing | UNCALIBRATED, "compaction": compaction}
+        additional = {"additional_config": {"sparse_attention": sections}}
+        return {"attention_backend": "sinkrouter", "max_model_len": 256, **additional}
+
+    sentence = "sparse_attention.routing.cubic: got a threshold by length with compaction, which shortens it, "
+    assert refusal(folder(), **given(CUBIC, {"method": method})) == (
+        f"{sentence}{ROUTED}null with routing.threshold, or no compaction"
+    )
+    for routing, compaction in ((CUBIC, None), ({"threshold": 0.5, "cubic": None}, {"method": method})):
+        assert engine_config(folder(), **given(routing, compaction))
+
+
 def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
     model = folder()
     calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
