@@ -108,6 +108,37 @@ def test_protected_tokens_are_kept_whatever_the_votes_and_lend_their_neighbours_
     assert kept.tolist() == [[*range(8), *range(40, 60), *range(92, 96)]] * 2
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("vote", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("in_order_of_votes", [False, True])
+def test_votes_that_are_no_numbers_drop_no_token_that_is_always_kept(vote, in_order_of_votes):
+    from sparse_kernels.compaction import triton
+
+    votes, protected = torch.full((1, 100), vote), torch.zeros(100, dtype=torch.bool)
+    protected[70:72] = True
+    rule = replace(RULE, in_order_of_votes=in_order_of_votes)
+    # 4 sinks, 2 protected tokens and 4 of the window: as many as are kept, and then two more.
+    for kept, others in ((10, []), (12, [4, 5])):
+        for choose in (reference.choose_tokens, triton.choose_tokens):
+            chosen = choose(votes, kept, 96, 92, rule, protected)
+            assert chosen.tolist() == [[*range(4), *others, 70, 71, *range(92, 96)]]
+
+
+def test_a_request_with_nan_keeps_its_newest_tokens_and_changes_no_neighbour():
+    paged, query = prompt_of(320)
+    keys, table = paged.cache.keys.view, paged.block_table[0]
+    keys[table[5].long()] = torch.nan
+    before = keys.view(torch.int16).clone()
+    window = ObservationWindow(query[-8:], 312)
+    kept = compact_prompt(window, PromptBlocks(table, 320, 7), paged.cache, Softmax(0.25), RULE)
+    for of_head in kept.tolist():
+        assert of_head == sorted(set(of_head))
+        assert (of_head[:4], of_head[-8:]) == ([*range(4)], [*range(312, 320)])
+    others = torch.ones(len(keys), dtype=torch.bool)
+    others[table[7:10].long()] = False
+    assert torch.equal(keys.view(torch.int16)[others], before[others])
+
+
 def test_tokens_may_lie_in_the_order_of_their_votes_between_sinks_and_window():
     votes = torch.rand(2, 100, generator=torch.Generator().manual_seed(3))
     votes[:, 30:50] = 2.0

@@ -10,6 +10,7 @@ from sparse_kernels.page_statistics import update_page_statistics
 
 _ROWS_AT_ONCE = 512
 """Tokens that are compared with all tokens at a time, which bounds the memory."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def choose_tokens(
@@ -20,7 +21,10 @@ def choose_tokens(
     rule: CompactionRule,
     protected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Chooses the tokens of the highest scores. Ties go to the lowest token; NaN is the highest score.
+    """Chooses the tokens of the highest scores. Ties go to the lowest token.
+
+    NaN and infinity score like the largest number, below the tokens that are always kept: without its newest tokens a
+    request with NaN would have finite outputs.
 
     Args:
         votes: `[num_kv_heads, num_tokens]` float32.
@@ -40,7 +44,7 @@ def choose_tokens(
         reach = rule.pool_tokens // 2
         voted = torch.nn.functional.max_pool1d(voted[:, None], rule.pool_tokens, stride=1, padding=reach)[:, 0]
     end = min(first_of_window, candidates)
-    score[:, :end] = voted[:, :end]
+    score[:, :end] = voted[:, :end].nan_to_num(_LARGEST, _LARGEST, -torch.inf)
     score[:, : rule.sink_tokens] = torch.inf
     if protected is not None:
         score.masked_fill_(protected[..., :candidates], torch.inf)

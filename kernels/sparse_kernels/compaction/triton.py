@@ -23,8 +23,10 @@ _COUNTED_AT_ONCE = 8192
 """Tokens that a program counts at a time: eight per thread."""
 _COPIED_AT_ONCE = 16
 """Tokens of a KV head that a program copies."""
+_LARGEST = tl.constexpr(0xFF7FFFFF)
+"""The rank of the largest vote."""
 _INFINITY = tl.constexpr(0xFF800000)
-"""The rank of an infinite score."""
+"""The rank of a token that is always kept."""
 _INFINITY_AS_INT32 = 0xFF800000 - (1 << 32)
 """The same bits in torch's integers."""
 _LEAST_INT32 = -(1 << 31)
@@ -34,10 +36,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @triton.jit
 def _rank_of(votes):
-    """Returns integers in the order of the votes. NaN is above infinity, whatever its bits; both zeros are equal."""
+    """Returns integers in the order of the votes. NaN and infinity are like the largest number, -0 is like 0."""
     bits = tl.where(votes == 0, 0.0, votes).to(tl.uint32, bitcast=True)
     ordered = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    return tl.where(votes != votes, 0xFFFFFFFF, ordered).to(tl.uint32)
+    return tl.where((votes != votes) | (ordered > _LARGEST), _LARGEST, ordered).to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["votes_stride", "first_of_window", "sinks"])
