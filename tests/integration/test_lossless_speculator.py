@@ -39,7 +39,7 @@ class Formula(torch.nn.Module):
                 seq_lens=metadata.seq_lens.tolist(),
                 starts=metadata.query_start_loc.tolist(),
                 table=metadata.block_table_tensor.data_ptr(),
-                index=metadata.draft_index,
+                index=metadata.index,
             )
         )
         return successor(input_ids.long(), positions)
@@ -62,7 +62,8 @@ class Group:
 
     def build_metadata_for_drafting(self, common, draft_index):
         self.built.append(common)
-        common.draft_index = draft_index
+        common.index = draft_index
+        common.of_reading_steps = lambda: SimpleNamespace(**vars(common) | {"index": 1})
         return common
 
 
@@ -196,6 +197,9 @@ def test_some_steps_read_the_pages_of_an_earlier_one(speculator, captured, score
         speculator.model.steps.clear()
     assert propose(speculator, [150, 121], [1, 1], [0, 0]).tolist() == [chain(13, 150), chain(12, 121)]
     assert [step.index for step in speculator.model.steps] == indices
+    # Building counts the keys that the steps read, so it happens once for a draft, and twice for each captured graph.
+    (group,) = speculator.target_attn_groups[0]
+    assert len(group.built) == 1 + (captured * 4 * (2 if score_every > 1 else 1))
     if captured:
         assert len(speculator.graphs.replayed) == indices.count(0)
         assert score_every == 1 or len(speculator.reading_graphs.replayed) == indices.count(1)

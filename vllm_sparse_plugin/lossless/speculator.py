@@ -82,20 +82,20 @@ class SparseSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         """Captures a drafting step for each number of requests that vLLM captures."""
 
-        def forward_of(index: int) -> Callable[[BatchExecutionDescriptor, bool], Callable[[CUDAGraphMode], None]]:
+        def forward_of(reads: bool) -> Callable[[BatchExecutionDescriptor, bool], Callable[[CUDAGraphMode], None]]:
             def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
                 rows = desc.num_tokens
                 self.block_tables.get_dummy_block_tables(rows)
                 nobody = torch.zeros(rows, dtype=torch.int64, device=self.device)
                 self._begin(rows, nobody, nobody, nobody.bool())
-                metadata = self._metadata(rows, torch.ones(rows, dtype=torch.int32), index)
-                return lambda _: self._step(rows, metadata)
+                metadata = self._metadata(rows, torch.ones(rows, dtype=torch.int32))
+                return lambda _: self._step(rows, _of_reading_steps(metadata) if reads else metadata)
 
             return create_forward_fn
 
-        for index, graphs in enumerate((self.graphs, self.reading_graphs)):
+        for reads, graphs in ((False, self.graphs), (True, self.reading_graphs)):
             if graphs is not None:
-                graphs.capture(forward_of(index), progress_bar_desc="Capturing CUDA graphs of drafting steps")
+                graphs.capture(forward_of(reads), progress_bar_desc="Capturing CUDA graphs of drafting steps")
 
     @torch.inference_mode()
     def propose(
@@ -146,10 +146,11 @@ class SparseSpeculator(DraftModelSpeculator):
         assert self.graphs is not None
         desc = self.graphs.dispatch(count, count, uniform_token_count=1, num_active_loras=0)
         self._begin(desc.num_tokens, newest, positions, wanted)
-        # A graph needs no metadata, but building it counts the steps.
-        choosing = reading = self.graphs, self._metadata(desc.num_tokens, lengths, 0)
+        # A graph needs no metadata, but building it counts the steps. Built twice, they would count twice.
+        metadata = self._metadata(desc.num_tokens, lengths)
+        choosing = reading = self.graphs, metadata
         if self.reading_graphs is not None:
-            reading = self.reading_graphs, self._metadata(desc.num_tokens, lengths, 1)
+            reading = self.reading_graphs, _of_reading_steps(metadata)
         for index in range(length):
             graphs, metadata = choosing if self.rule.chooses_pages(index) else reading
             if desc.cg_mode == CUDAGraphMode.FULL:
@@ -190,13 +191,13 @@ class SparseSpeculator(DraftModelSpeculator):
         self.draft_tokens[:count] = newest[:, None]
         self.place.zero_()
 
-    def _metadata(self, rows: int, lengths: torch.Tensor, index: int) -> dict[str, Any]:
-        """Returns the metadata of steps of a draft, by layer. The values that change between steps are on the device.
+    def _metadata(self, rows: int, lengths: torch.Tensor) -> dict[str, Any]:
+        """Returns the metadata of steps that choose pages, by layer. The values that change between steps are on the
+        device.
 
         Args:
             rows: requests of a step, padding included.
             lengths: `[num_requests]` int32 on the host, upper bounds of the contexts in the first step.
-            index: 0 for steps that choose pages, 1 for the others.
         """
         buffers, starts = self.input_buffers, torch.arange(rows + 1, dtype=torch.int32)
         bound = torch.zeros(rows, dtype=torch.int32)
@@ -220,7 +221,7 @@ class SparseSpeculator(DraftModelSpeculator):
                 positions=buffers.positions[:rows],
             )
             for group in groups:
-                metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(common, index))
+                metadata |= dict.fromkeys(group.layer_names, group.build_metadata_for_drafting(common, 0))
         return metadata
 
     def _step(self, rows: int, metadata: dict[str, Any]) -> None:
@@ -244,3 +245,8 @@ class SparseSpeculator(DraftModelSpeculator):
         seq_lens += writes
         positions += writes
         self.place += 1
+
+
+def _of_reading_steps(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metadata of the steps that read the pages which steps with `metadata` choose, by layer."""
+    return {layer: of_layer.of_reading_steps() for layer, of_layer in metadata.items()}

@@ -1,6 +1,6 @@
 """Steps of a draft that read the pages of an earlier step."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +21,7 @@ from support.paged import dense_attention
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.cuda import builder as builder_module
-from vllm_sparse_plugin.config import DraftRule, resolve
+from vllm_sparse_plugin.config import resolve
 
 LENGTHS = [300, 501, 407]
 """Contexts that complete a page within the draft: the first in the last step, the others in earlier steps."""
@@ -33,7 +33,7 @@ PLACES = 9
 @pytest.fixture
 def keeping(builder):
     """A builder that keeps pages for up to four requests, in a buffer of stale pages."""
-    builder.answers_sparsely, builder.draft_rule = False, DraftRule(STEPS, 0, score_every=STEPS)
+    builder.answers_sparsely = False
     builder.kept_pages = {"layer": torch.full((4, HEADS, PLACES), 3, dtype=torch.int32)}
     return builder
 
@@ -73,7 +73,7 @@ def drafted(layer, builder, change=None, name="layer"):
             layer.do_kv_cache_update(SCALES, key, value, cache, common.slot_mapping)
             # No step after the first reads statistics.
             cache[:, :, BLOCK:] = torch.nan
-            built = builder.build_for_drafting(common, index)
+            built = builder.build_for_drafting(common, 0).of_reading_steps()
             if change is not None:
                 change(built)
             query = torch.randn(3, HEADS * GROUP, SIZE, generator=generator).bfloat16()
@@ -113,11 +113,15 @@ def test_each_step_may_choose(layer, builder):
     assert metadata.kept is None
 
 
-def test_a_draft_with_two_choices_chooses_twice(layer, keeping):
-    keeping.draft_rule = DraftRule(STEPS, 0, score_every=2)
+def test_steps_of_a_draft_share_all_but_what_they_do_with_kept_pages(layer, keeping):
     common = common_metadata([1] * 3, LENGTHS, [False] * 3)
-    read = [keeping.build_for_drafting(common, index).kept.are_read for index in range(STEPS)]
-    assert read == [False, True, False, True, False]
+    choosing = keeping.build_for_drafting(common, 0)
+    reading = choosing.of_reading_steps()
+    assert (choosing.kept.are_read, reading.kept.are_read) == (False, True)
+    assert reading.kept.of_layers is choosing.kept.of_layers
+    assert all(
+        getattr(reading, item.name) is getattr(choosing, item.name) for item in fields(choosing) if item.name != "kept"
+    )
     assert keeping.build(0, common).kept is None
 
 

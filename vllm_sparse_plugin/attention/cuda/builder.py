@@ -49,6 +49,7 @@ from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
+from vllm_sparse_plugin.config import DraftRule
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.names import BACKENDS
@@ -133,8 +134,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if isinstance(self.compaction, StepEvictions):
             longest = vllm_config.model_config.max_model_len
             warm_up_evictions(list(layers.values()), kv_cache_spec, longest, self.compaction, device)
-        self.draft_rule = sparse.draft_rule
-        self.kept_pages = self._room_for_pages(layers, group.plans)
+        self.kept_pages = self._room_for_pages(sparse.draft_rule, layers, group.plans)
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
@@ -143,12 +143,12 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
 
     def _room_for_pages(
-        self, layers: dict[str, Attention], plans: dict[str, LayerPlan]
+        self, rule: DraftRule | None, layers: dict[str, Attention], plans: dict[str, LayerPlan]
     ) -> dict[str, torch.Tensor] | None:
         """Returns `KeptPages.of_layers`; None unless steps of drafts read pages of an earlier step."""
-        rule, room = self.draft_rule, {}
         if rule is None or not rule.keeps_pages:
             return None
+        room = {}
         for name, plan in plans.items():
             if plan.page_selection is not None and plan.anchor is None:
                 width = plan.page_selection.k + rule.next_pages(plan.page_size)
@@ -182,8 +182,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCUDAMetadata:
         metadata = self._build(0, common_attn_metadata, fast_build=True, selects=True)
-        if self.kept_pages is not None and self.draft_rule is not None:
-            metadata.kept = KeptPages(self.kept_pages, are_read=not self.draft_rule.chooses_pages(draft_index))
+        if self.kept_pages is not None:
+            metadata.kept = KeptPages(self.kept_pages, are_read=False)
         return metadata
 
     def _build(

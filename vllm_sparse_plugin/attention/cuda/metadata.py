@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,11 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """The pages of the draft; None in other steps, and if each step of a draft chooses."""
     verified: DecodeRequests | None = None
     """All requests of a step that only verifies drafts, densely; None in other steps."""
+
+    def of_reading_steps(self) -> SparseCUDAMetadata:
+        """Returns the metadata of the steps that read the pages which steps with this metadata choose."""
+        assert self.kept is not None
+        return replace(self, kept=self.kept._replace(are_read=True))
 
 
 def without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
