@@ -138,6 +138,19 @@ def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **
 
 
 @pytest.mark.parametrize("backend", ["zipvl", "zipvl_paper", "unique"])
+def test_a_fixed_ratio_keeps_the_same_share_in_every_layer(model, backend):
+    kept = []
+    for layer in (0, 1):
+        ratio = {"tau": None, "fixed_ratio": 0.3, "sink_tokens": 0}
+        harness = keeping_harness(model, backend, layer, **ratio)
+        requests = harness.request(300), harness.request(90)
+        harness.step([(requests[0], 300), (requests[1], 90)])
+        kept += harness.layer.impl.plan.prefill.counters[:, :2].tolist()
+    # A last token that is not among the others joins.
+    assert all(of == 390 and 90 + 27 <= tokens <= 90 + 27 + 2 for tokens, of in kept)
+
+
+@pytest.mark.parametrize("backend", ["zipvl", "zipvl_paper", "unique"])
 def test_tau_of_one_keeps_every_token(model, backend):
     harness = keeping_harness(model, backend, tau=1.0)
     requests = harness.request(300), harness.request(90)

@@ -47,6 +47,7 @@ CASES = {
     "learned sinks": Case(((2000, 1501), (300, 64)), sinks=True),
     "8 bits": Case(((2000, 1501), (300, 64)), eight_bits=True),
     "everything": Case(((2000, 1501), (300, 64)), rule=replace(RULE, tau=1.0)),
+    "fixed ratio": Case(((3000, 700), (130, 1)), rule=TokenRule(fixed_ratio=0.3)),
     "few probes": Case(((2000, 1501), (300, 64)), rule=TokenRule(0.9, 5, 6)),
     "one newest token, no sinks": Case(((2000, 1501), (300, 64)), rule=replace(RULE, local_tokens=1, sink_tokens=0)),
     "more newest tokens than a tile": Case(((2000, 1501), (300, 64)), rule=replace(RULE, tau=0.5, local_tokens=129)),

@@ -72,6 +72,21 @@ def test_p_is_the_fewest_tokens_that_reach_tau():
     assert chosen([1.0, 2.0, 3.0, 4.0], [3, 3], 0.4) == ([3], 1)
 
 
+def test_a_fixed_ratio_is_a_share_of_the_context_whatever_its_attention():
+    rule = TokenRule(0.1, 2, 0, fixed_ratio=0.3, dense_tokens=4, sink_tokens=0)
+    sums = torch.zeros(4, 20)
+    sums[0, 7] = sums[1, 3] = 1.0
+    sums[1, :11] += 1.0
+    batch = batch_of([20, 11, 5, 4], [20, 11, 5, 4])
+    probes = torch.tensor([[19, 18], [10, 9], [4, 3], [3, 2]], dtype=torch.int32)
+    kept = choose_tokens(sums, probes, batch, rule)
+    # 0.3 of 20, of 11 and of 5 tokens, rounded up; a context of 4 is whole. The last token may join.
+    assert kept.important.tolist() == [6, 4, 2, 4]
+    assert {7, 19} <= tokens_of(kept, 0)
+    assert len(tokens_of(kept, 0)) == 7
+    assert 3 in tokens_of(kept, 1)
+
+
 def test_the_last_token_joins_where_it_is_not_among_the_best():
     assert chosen([4.0, 3.0, 0.0], [2, 2], 0.9) == ([0, 1, 2], 2)
 

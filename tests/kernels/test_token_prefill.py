@@ -58,12 +58,13 @@ def softmax_of(name: str, heads: int) -> Softmax:
     return SOFTMAX
 
 
+@pytest.mark.parametrize("rule", [SMALL_RULE, replace(SMALL_RULE, fixed_ratio=0.3)], ids=["tau", "fixed ratio"])
 @pytest.mark.parametrize("special", ["", "softcap", "sink logits"])
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_the_reference_is_the_paper(shape, special):
+def test_the_reference_is_the_paper(shape, special, rule):
     prefill = make_prefill(RAGGED, padding=3, **shape)
     softmax = softmax_of(special, prefill.batch.query.shape[1])
-    output, kept = run(prefill, softmax=softmax)
+    output, kept = run(prefill, rule, softmax)
     probes = draw_probes(prefill.batch, SMALL_RULE)
     some_left_out = False
     for request, chunk in enumerate(prefill.chunks):
@@ -71,7 +72,7 @@ def test_the_reference_is_the_paper(shape, special):
         if len(query) == 0:
             assert tokens_of(kept, request) == set()
             continue
-        tokens, p = papers_tokens(query, key, rows_of(probes, request), SMALL_RULE.tau, softmax)
+        tokens, p = papers_tokens(query, key, rows_of(probes, request), rule, softmax)
         assert tokens_of(kept, request) == tokens
         assert int(kept.important[request]) == p
         some_left_out |= len(tokens) < len(key)
@@ -126,8 +127,10 @@ def test_the_queries_of_a_tile_share_the_newest_tokens_of_its_first_position(loc
         assert_as_accurate(output[chunk], exact, rounded)
 
 
-@pytest.mark.parametrize("rule", [replace(SMALL_RULE, tau=1.0), replace(ATTENDING, tau=1.0)], ids=["zero", "attend"])
-def test_tau_of_one_is_dense(rule):
+@pytest.mark.parametrize("share", ["tau", "fixed_ratio"])
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING], ids=["zero", "attend"])
+def test_a_share_of_one_is_dense(rule, share):
+    rule = replace(rule, **{share: 1.0})
     prefill = make_prefill(RAGGED)
     output, kept = run(prefill, rule)
     assert kept.counts.tolist() == kept.important.tolist() == [length for length, _ in RAGGED]
@@ -193,7 +196,7 @@ def test_a_chunk_chooses_anew_from_the_whole_context():
     output, kept = run(prefill)
     probes = rows_of(draw_probes(second, SMALL_RULE), 0)
     assert min(probes) >= 60
-    tokens, _ = papers_tokens(second.query, whole.keys[0], probes, SMALL_RULE.tau, SOFTMAX)
+    tokens, _ = papers_tokens(second.query, whole.keys[0], probes, SMALL_RULE, SOFTMAX)
     assert tokens_of(kept, 0) == tokens
     assert min(tokens) < 60
     first = Prefill(
@@ -228,6 +231,7 @@ def test_packed_keys_are_read_page_by_page():
     [
         (TokenRule(tau=0.0), "tau: got 0.0, allowed: above 0, at most 1"),
         (TokenRule(tau=1.5), "tau: got 1.5"),
+        (TokenRule(fixed_ratio=0.0), "fixed_ratio: got 0.0, allowed: above 0, at most 1"),
         (TokenRule(recent_probes=0), "recent_probes: got 0, allowed: at least 1"),
         (TokenRule(random_probes=-1), "random_probes: got -1, allowed: at least 0"),
         (TokenRule(dense_tokens=-1), "dense_tokens: got -1, allowed: at least 0"),

@@ -1,5 +1,6 @@
 """Prefilling requests in a cache with garbage elsewhere, and ZipVL as defined in the paper, in loops."""
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -79,7 +80,7 @@ def make_prefill(
 
 
 def papers_tokens(
-    query: torch.Tensor, key: torch.Tensor, probes: list[int], tau: float, softmax: Softmax
+    query: torch.Tensor, key: torch.Tensor, probes: list[int], rule: TokenRule, softmax: Softmax
 ) -> tuple[set[int], int]:
     """T of the context of a request, and p (ZipVL, Eq. 6 to 9), in float64.
 
@@ -87,7 +88,7 @@ def papers_tokens(
         query: `[chunk, num_query_heads, head_size]`.
         key: `[context, num_kv_heads, head_size]`.
         probes: positions of the probe rows.
-        tau: the share.
+        rule: how many tokens are important.
         softmax: how logits become weights.
     """
     context, chunk = len(key), len(query)
@@ -106,10 +107,13 @@ def papers_tokens(
         for column in range(row + 1):
             seen[column] += 1
     p, covered = 0, 0.0
-    for weight in sorted(accumulated, reverse=True):
-        if covered >= tau * sum(accumulated):
-            break
-        p, covered = p + 1, covered + weight
+    if rule.fixed_ratio is not None:
+        p = math.ceil(rule.fixed_ratio * context)
+    else:
+        for weight in sorted(accumulated, reverse=True):
+            if covered >= rule.tau * sum(accumulated):
+                break
+            p, covered = p + 1, covered + weight
     normalised = [weight / count for weight, count in zip(accumulated, seen, strict=True)]
     best = sorted(range(context), key=lambda column: (-normalised[column], column))
     return {*best[:p], context - 1}, p

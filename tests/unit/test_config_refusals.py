@@ -235,8 +235,16 @@ BAD = {
     "key of the other method": (
         {"prefill": {"method": "zipvl", "density": 0.1}},
         "sparse_attention.prefill.density: unknown key, "
-        "allowed: method, tau, others, local_tokens, sink_tokens, recent_probes, random_probes, seed, "
+        "allowed: method, tau, fixed_ratio, others, local_tokens, sink_tokens, recent_probes, random_probes, seed, "
         "first_dense_layers or min_context_tokens",
+    ),
+    "tau and a fixed ratio": (
+        {"prefill": {"method": "zipvl", "tau": 0.975, "fixed_ratio": 0.4}},
+        "sparse_attention.prefill.tau: got 0.975 beside fixed_ratio 0.4, allowed: one of the two",
+    ),
+    "neither tau nor a fixed ratio": (
+        {"prefill": {"method": "zipvl", "tau": None}},
+        "sparse_attention.prefill.tau: got none beside fixed_ratio none, allowed: one of the two",
     ),
     "density out of range": (
         {"prefill": {"method": "blocks", "density": 0}},

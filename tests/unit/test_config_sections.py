@@ -179,6 +179,11 @@ POINTLESS = {
         "prefill.local_tokens: got a value with tau 1, where every token is important, allowed: none, or with a "
         "smaller tau",
     ),
+    "newest tokens where the ratio makes every token important": (
+        "zipvl", {"prefill": {"fixed_ratio": 1, "local_tokens": 32}},
+        "prefill.local_tokens: got a value with fixed_ratio 1, where every token is important, allowed: none, or with "
+        "a smaller fixed_ratio",
+    ),
     "sinks where every token is important": (
         "unique", {"prefill": {"method": "zipvl", "tau": 1.0, "sink_tokens": 0}},
         "prefill.sink_tokens: got a value with tau 1, where every token is important, allowed: none, or with a "
@@ -301,6 +306,16 @@ def test_coverage_and_density_replace_each_other_by_source(tmp_path):
     again = resolve({"config": file, "prefill": {"density": 0.2}}, "unique_prefill")
     assert again.block_prefill == BlockPrefill(density=0.2, min_blocks=4)
     assert again.sources["prefill.density"] == "additional config"
+
+
+def test_tau_and_a_fixed_ratio_replace_each_other_by_source(tmp_path):
+    file = write(tmp_path, "prefill: {fixed_ratio: 0.4}\n")
+    fixed = resolve({"config": file}, "zipvl_paper")
+    assert fixed.config.prefill == ZipVLPrefill(fixed_ratio=0.4, others="zero", sink_tokens=0)
+    assert "prefill.tau" not in fixed.sources
+    assert fixed.config.prefill.rule().fixed_ratio == 0.4
+    again = resolve({"config": file, "prefill": {"tau": 0.9}}, "zipvl")
+    assert again.config.prefill == ZipVLPrefill(tau=0.9)
 
 
 def test_another_method_drops_the_settings_of_the_previous_one():

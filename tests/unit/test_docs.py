@@ -40,7 +40,7 @@ STANDS_FOR = {
     "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
-    "{name}": ("min_budget_tokens", "max_budget_tokens"),  # and a task of eval
+    "{name}": ("min_budget_tokens", "max_budget_tokens", "density", "tau"),  # and a task of eval
     "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
     "{given[0]}": ("sparse", "sparse_budget_tokens", "sparse_coverage"),
     "{', '.join(names)}": (),  # arguments of a request, which are refused alone, too

@@ -132,9 +132,10 @@ def check_effects(resolved: ResolvedConfig) -> None:
 def _check_prefill(prefill: Section, expect: Callable[[bool, str, Any, str], None]) -> None:
     """Checks that settings about what is read besides the chosen tokens have an effect; `expect` refuses a setting."""
     if isinstance(prefill, ZipVLPrefill):
-        beside, allowed = "a value with tau 1, where every token is important", "none, or with a smaller tau"
-        expect(prefill.tau < 1, f"{KEY}.prefill.local_tokens", beside, allowed)
-        expect(prefill.tau < 1, f"{KEY}.prefill.sink_tokens", beside, allowed)
+        name, share = ("tau", prefill.tau) if prefill.fixed_ratio is None else ("fixed_ratio", prefill.fixed_ratio)
+        beside, allowed = f"a value with {name} 1, where every token is important", f"none, or with a smaller {name}"
+        expect(share != 1, f"{KEY}.prefill.local_tokens", beside, allowed)
+        expect(share != 1, f"{KEY}.prefill.sink_tokens", beside, allowed)
         attends = prefill.others == "attend"
         expect(attends, f"{KEY}.prefill.local_tokens", "a value with others zero", "none, or with others attend")
     if isinstance(prefill, BlockPrefill):

@@ -53,18 +53,11 @@ class BlockPrefill(Section):
     @model_validator(mode="before")
     @classmethod
     def _coverage_replaces_density(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("coverage") is not None and "density" not in values:
-            return {**values, "density": None}
-        return values
+        return _replace(values, "density", "coverage")
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
-        if (self.density is None) == (self.coverage is None):
-            raise PydanticCustomError(
-                "sentence",
-                "density: got {density} beside coverage {coverage}, allowed: one of the two",
-                {"density": _shown(self.density), "coverage": _shown(self.coverage)},
-            )
+        _require_one(self, "density", "coverage")
         if self.coverage is not None and self.measure != "mass":
             raise PydanticCustomError(
                 "sentence",
@@ -97,8 +90,10 @@ class ZipVLPrefill(Section):
 
     method: Literal["zipvl"] = "zipvl"
     """Name of the method."""
-    tau: Annotated[float, Field(ge=0.001, le=1.0)] = 0.975
+    tau: Annotated[float | None, Field(ge=0.001, le=1.0)] = 0.975
     """Share of the probe rows' attention that the important tokens carry (tau in the paper); 1: all are important."""
+    fixed_ratio: Annotated[float | None, Field(ge=0.001, le=1.0)] = None
+    """Replaces `tau`: share of a context's tokens that is important, in every layer; the paper's control."""
     others: Literal["attend", "zero"] = "attend"
     """What the other tokens do: `attend` to the important tokens and their newest tokens, or have an output of `zero`,
     as published."""
@@ -117,12 +112,23 @@ class ZipVLPrefill(Section):
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
     """Shorter contexts are prefilled dense."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ratio_replaces_tau(cls, values: Any) -> Any:
+        return _replace(values, "tau", "fixed_ratio")
+
+    @model_validator(mode="after")
+    def _one_share(self) -> Self:
+        _require_one(self, "tau", "fixed_ratio")
+        return self
+
     def rule(self) -> TokenRule:
         """Returns the rule as the operation takes it."""
         from sparse_kernels.token_prefill import TokenRule
 
         return TokenRule(
-            tau=self.tau,
+            tau=1.0 if self.tau is None else self.tau,
+            fixed_ratio=self.fixed_ratio,
             recent_probes=self.recent_probes,
             random_probes=self.random_probes,
             seed=self.seed,
@@ -135,6 +141,24 @@ class ZipVLPrefill(Section):
 
 PREFILLS: tuple[type[Section], ...] = (BlockPrefill, ZipVLPrefill)
 """Every method of sparse prefill. The schema, the documentation and the tests use this table."""
+
+
+def _replace(values: Any, name: str, by: str) -> Any:
+    """Returns the values without the default of a setting that another one replaces."""
+    if isinstance(values, dict) and values.get(by) is not None and name not in values:
+        return {**values, name: None}
+    return values
+
+
+def _require_one(section: Section, name: str, other: str) -> None:
+    """Refuses a section with both of two settings, or with neither."""
+    got = getattr(section, name), getattr(section, other)
+    if (got[0] is None) == (got[1] is None):
+        raise PydanticCustomError(
+            "sentence",
+            "{name}: got {got} beside {other} {beside}, allowed: one of the two",
+            {"name": name, "other": other, "got": _shown(got[0]), "beside": _shown(got[1])},
+        )
 
 
 def _shown(number: float | None) -> str:

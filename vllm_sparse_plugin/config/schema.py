@@ -138,7 +138,9 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "routing": (
         ("threshold", "cubic"), ("threshold", "shortest"), ("threshold", "longest"), ("cubic", "threshold"),
     ),
-    "prefill": (("density", "coverage"), ("coverage", "density")),
+    "prefill": (
+        ("density", "coverage"), ("coverage", "density"), ("tau", "fixed_ratio"), ("fixed_ratio", "tau"),
+    ),
     "compaction": (("budget_tokens", "budget_ratio"), ("budget_ratio", "budget_tokens")),
 }  # fmt: skip
 """Pairs of keys of a section. If a later source gives the first key, it replaces the second key, which is an

@@ -34,10 +34,11 @@ def token_prefill(
     2. *Attention of the probe rows* (Eq. A): A' = softmax(Q_probe K^T x scale), causal, for each query head, with the
        softcap and the sink logits of the layer. a_j sums A' on token j over probe rows and query heads (Eq. 6), one
        set for the layer. The normalised a_j is divided by the number of probe rows that can see j (Eq. 8).
-    3. *T* (Eq. 7 and 9): p is the smallest number of tokens whose largest a_j reach the share tau of their sum. T is
-       the p tokens of highest normalised a_j (ties go to the first), and always the first `rule.sink_tokens` tokens and
-       the chunk's last token, which predicts the next one. With tau = 1, or with n at most `rule.dense_tokens`, T is
-       every token and the output is that of dense attention.
+    3. *T* (Eq. 7 and 9): p is the smallest number of tokens whose largest a_j reach the share tau of their sum;
+       with `rule.fixed_ratio`, this share of the tokens. T is the p tokens of highest normalised a_j (ties go to the
+       first), and always the first `rule.sink_tokens` tokens and the chunk's last token, which predicts the next one.
+       With tau or the ratio 1, or with n at most `rule.dense_tokens`, T is every token and the output is that of dense
+       attention.
     4. *Attention*. If `rule.others` is `attend`, every query attends causally to the keys and values in T and to those
        of its newest `rule.local_tokens` tokens at least, itself included; see `TokenRule.window_start`. If it is `zero`
        (Alg. 1 of the paper), queries in T attend causally to the keys and values in T, and the outputs of all other
@@ -56,7 +57,7 @@ def token_prefill(
         batch: the requests that prefill.
         cache: their keys and values, those of the chunk included.
         softmax: how logits become weights.
-        rule: tau and the probe rows.
+        rule: tau or the ratio, and the probe rows.
         output: where to write, `[num_tokens, num_query_heads, head_size]`, bfloat16 or float16 (on a CPU also
             float32), contiguous in its last dimension.
         probes: the result of `draw_probes` for this batch and rule, which layers of a step may share; None to draw.

@@ -35,6 +35,14 @@ class TokenRule:
     tile."""
     sink_tokens: int = 4
     """First tokens of a context that are always in T."""
+    fixed_ratio: float | None = None
+    """Replaces `tau`: the share of a context's tokens that is kept, the control of the paper's Table 3; 1 keeps every
+    token."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token is kept."""
+        return (self.tau if self.fixed_ratio is None else self.fixed_ratio) >= 1
 
     @property
     def num_probes(self) -> int:
@@ -54,8 +62,9 @@ class TokenRule:
 
     def check(self) -> None:
         """Raises ValueError unless the rule keeps a token, and each query attends to itself."""
-        if not 0 < self.tau <= 1:
-            raise ValueError(f"tau: got {self.tau}, allowed: above 0, at most 1")
+        for name, share in (("tau", self.tau), ("fixed_ratio", self.fixed_ratio)):
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name}: got {share}, allowed: above 0, at most 1")
         for name, got, least in (
             ("recent_probes", self.recent_probes, 1),
             ("random_probes", self.random_probes, 0),

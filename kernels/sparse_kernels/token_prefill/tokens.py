@@ -54,16 +54,17 @@ class KeptTokens:
 def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch, rule: TokenRule) -> KeptTokens:
     """Chooses T of each request (ZipVL, Eq. 7 to 9).
 
-    p is the smallest number of tokens whose accumulated attention reaches the share tau of the total. T is the p tokens
-    of highest normalised attention (ties go to the first), the first `rule.sink_tokens` tokens of the context, and the
-    chunk's last token, which predicts the next one.
+    p is the smallest number of tokens whose accumulated attention reaches the share tau of the total; with
+    `rule.fixed_ratio`, this share of the context's tokens, rounded up, in every layer. T is the p tokens of highest
+    normalised attention (ties go to the first), the first `rule.sink_tokens` tokens of the context, and the chunk's
+    last token, which predicts the next one.
 
     Args:
         sums: `[num_requests, max_seq_tokens]` float32, a_j: attention on each token, summed over probe rows and query
             heads (Eq. 6). Entries beyond a context may hold anything.
         probes: the result of `draw_probes`.
         batch: the requests that prefill.
-        rule: the share tau, the attention sinks, and the contexts that are attended whole.
+        rule: the share tau or the fixed ratio, the attention sinks, and the contexts that are attended whole.
 
     Returns:
         The tokens in T; none for a request without query tokens.
@@ -73,13 +74,16 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
     lengths = batch.seq_lens.long()[:, None]
     lengths = torch.where(batch.query_lens[:, None] > 0, lengths, 0)
     exists = position < lengths
-    if rule.tau >= 1:
+    if rule.keeps_all:
         mask, important = exists, lengths.squeeze(1)
     else:
-        steps = torch.where(exists, sums, 0).nan_to_num(0, 0, 0).double().mul(_STEPS).round().long()
-        covered = steps.sort(dim=1, descending=True).values.cumsum(dim=1)
-        short = (covered < covered[:, -1:].double() * rule.tau) & exists
-        important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
+        if rule.fixed_ratio is None:
+            steps = torch.where(exists, sums, 0).nan_to_num(0, 0, 0).double().mul(_STEPS).round().long()
+            covered = steps.sort(dim=1, descending=True).values.cumsum(dim=1)
+            short = (covered < covered[:, -1:].double() * rule.tau) & exists
+            important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
+        else:
+            important = (lengths.squeeze(1).double() * rule.fixed_ratio).ceil().long()
         important = torch.where(lengths.squeeze(1) <= rule.dense_tokens, lengths.squeeze(1), important)
         # A context's last token is a probe row, so every token is seen.
         normalised = torch.where(exists, sums / rows_that_see(probes, width).clamp(min=1), -1)
