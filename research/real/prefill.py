@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ class Form:
     """With `rows`: newest tokens that all rows also see, themselves included; 0 for none."""
     shortest: int = 0
     """Tokens with a shorter context attend densely."""
+    ratio: float | None = None
+    """Replaces `tau`: the share of the tokens that is important in every layer."""
+    newest: int = PROBES
+    """Newest rows that vote."""
+    drawn: int = PROBES
+    """Random rows that vote, beside them."""
+    counted: Literal["sums", "means"] = "sums"
+    """What `tau` is a share of: sums over the rows that see a token, or their means."""
+    ranked: Literal["sums", "means"] = "means"
+    """Which tokens are important: those with the largest sums or means."""
 
 
 FORMS: dict[str, Form] = {
@@ -70,22 +81,25 @@ NOISE = "noise"
 """Arm that compares dense attention in float32 and in bfloat16."""
 
 
-def important_tokens(sums: torch.Tensor, seen_by: torch.Tensor, tau: float) -> torch.Tensor:
+def important_tokens(sums: torch.Tensor, seen_by: torch.Tensor, form: Form) -> torch.Tensor:
     """Choose the important tokens of a layer (ZipVL, Eq. 7 to 9).
 
     Args:
         sums: `[num_tokens]` float32, attention of the probe rows, summed over rows and heads.
         seen_by: `[num_tokens]`, number of probe rows that see each token.
-        tau: share of the attention. The number of important tokens is that of the most attended tokens that reach it.
+        form: how many are important, by default as many as the most attended tokens that reach `tau`, and which.
 
     Returns:
-        `[num_tokens]` bool: tokens with the most attention per row that sees them, and the last token.
+        `[num_tokens]` bool: by default tokens with the most attention per row that sees them, and the last token.
     """
-    covered = sums.double().sort(descending=True).values.cumsum(dim=0)
-    count = (covered < covered[-1] * tau).sum() + 1
-    best = (sums / seen_by.clamp(min=1)).sort(descending=True, stable=True).indices
+    scores = {"sums": sums, "means": sums / seen_by.clamp(min=1)}
+    if form.ratio is None:
+        covered = scores[form.counted].double().sort(descending=True).values.cumsum(dim=0)
+        count = int((covered < covered[-1] * form.tau).sum()) + 1
+    else:
+        count = math.ceil(form.ratio * len(sums))
     mask = torch.zeros_like(sums, dtype=torch.bool)
-    mask[best] = torch.arange(len(sums), device=sums.device) < count
+    mask[scores[form.ranked].sort(descending=True, stable=True).indices[:count]] = True
     mask[-1] = True
     return mask
 
@@ -114,8 +128,8 @@ class Prefill:
         self.pairs: list[float] = []
         """Pairs of query and key that attend, over those of dense attention, by layer."""
         self._model, self._form, self._cache = model, form, cache
-        newest = min(PROBES, num_tokens)
-        drawn = torch.randperm(num_tokens - newest, generator=torch.Generator().manual_seed(seed))[:PROBES]
+        newest = min(form.newest, num_tokens)
+        drawn = torch.randperm(num_tokens - newest, generator=torch.Generator().manual_seed(seed))[: form.drawn]
         self._rows = torch.cat([drawn, torch.arange(num_tokens - newest, num_tokens)]).sort().values.to(model.device)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -129,7 +143,7 @@ class Prefill:
         weights = causal_weights(query[0, :, self._rows], key[0], scale, self._rows)
         position = torch.arange(key.shape[2], device=key.device)
         seen_by = (self._rows[:, None] >= position).sum(dim=0)
-        important = important_tokens(weights.sum(dim=(0, 1, 2)), seen_by, form.tau)
+        important = important_tokens(weights.sum(dim=(0, 1, 2)), seen_by, form)
         if form.sinks:
             important[:4] = True
         pairs = allowed_pairs(important, form)
@@ -147,7 +161,7 @@ def flops_share(model: Llama, num_tokens: int, form: Form, pairs: Sequence[float
     """
     per_pair = 4 * model.num_heads * model.head_size
     dense = model.num_layers * per_pair * num_tokens * (num_tokens + 1) / 2
-    probing = (model.num_layers - form.first_dense) * per_pair / 2 * 2 * PROBES * num_tokens
+    probing = (model.num_layers - form.first_dense) * per_pair / 2 * (form.newest + form.drawn) * num_tokens
     sparse = dense * sum(pairs) / len(pairs) + probing
     linear = 2.0 * model.linear_parameters * num_tokens
     return {"attention_flops": round(sparse / dense, 4), "flops": round((sparse + linear) / (dense + linear), 4)}
@@ -168,17 +182,17 @@ def measure_prefill(
         tokens = torch.tensor(text.tokens, device=model.device)
         about = {"study": "prefill", "text": text.name, "kind": text.kind, "context_tokens": text.context_tokens}
         before = len(tokens) - SCORED
-        dense = _predictions(model, tokens, before, None)
+        dense = predictions(model, tokens, before, None)
         if exact is not None:
             begin = time.monotonic()
-            other = _predictions(exact, tokens, before, None)
+            other = predictions(exact, tokens, before, None)
             yield about | {"arm": NOISE} | _agreement(dense, other) | _seconds(begin)
         for arm in arms:
             begin = time.monotonic()
             form = FORMS[arm]
             cache = Cache(model, len(tokens))
             prefill = Prefill(model, form, cache, before, number)
-            found = _predictions(model, tokens, before, prefill, cache)
+            found = predictions(model, tokens, before, prefill, cache)
             columns = {"kept": round(sum(prefill.kept) / len(prefill.kept), 4)}
             yield (
                 about | {"arm": arm} | _agreement(dense, found) | columns
@@ -198,7 +212,7 @@ def _agreement(dense: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tens
     }
 
 
-def _predictions(
+def predictions(
     model: Llama, tokens: torch.Tensor, before: int, prefill: Prefill | None, cache: Cache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest next tokens of the newest prefill rows, and of the tokens decoded after them."""

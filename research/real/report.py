@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from research.real import adaptive
 from research.real.answers import DENSE
 from research.real.prefill import NOISE, SCORED
 from research.real.rules import RULES
@@ -20,7 +21,7 @@ def tables(rows: Rows) -> Iterator[Table]:
     """Yield a table for each study in the rows."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
-        "reuse": _reuse, "sinks": _sinks, "selection": _selection,
+        "reuse": _reuse, "sinks": _sinks, "selection": _selection, "adaptive": _adaptive,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -184,6 +185,29 @@ def _selection(rows: Rows) -> list[Table]:
         if of_arm:
             made.append(table)
     return made
+
+
+def _adaptive(rows: Rows) -> list[Table]:
+    """Return what stays by arm and choice, and the adaptive shares by kind of text."""
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == NOISE}
+    dense = {row["text"]: row["score"] for row in rows if row["arm"] == adaptive.DENSE and "score" in row}
+    found = [row for row in rows if "kept" in row]
+    columns = "kept", "attention_flops", "agreement", "of noise", "95 %", "RULER of dense", "95 %"
+    table = Table("arm", "choice", *columns, title="Adaptive and fixed numbers of important tokens")
+    for (arm, choice), group in _groups(found, "arm", "choice").items():
+        kept = estimate_ratio([row["agreement"] for row in group], [noise.get(row["text"], 1.0) for row in group])
+        asked = [row for row in group if "score" in row]
+        right = estimate_ratio([row["score"] for row in asked], [dense[row["text"]] for row in asked])
+        means = (f"{_mean(row[name] for row in group):.3f}" for name in columns[:3])
+        spans = ((f"{each.value:.3f}", f"{each.low:.3f}-{each.high:.3f}") for each in (kept, right))
+        table.add_row(arm, choice, *means, *(cell for pair in spans for cell in pair))
+    by_layer = Table("arm", "kind", "task", "kept", "by layer", title="Important tokens by layer")
+    free = [row for row in found if row["choice"] == adaptive.ADAPTIVE]
+    for (arm, kind, task), group in _groups(free, "arm", "kind", "task").items():
+        layers = zip(*(row["kept_by_layer"] for row in group), strict=True)
+        shares = " ".join(f"{_mean(layer):.2f}" for layer in layers)
+        by_layer.add_row(arm, kind, task, f"{_mean(row['kept'] for row in group):.3f}", shares)
+    return [table, by_layer]
 
 
 def _mean(values: Any) -> float:

@@ -10,7 +10,7 @@ from sparse_kernels.page_statistics.codes import Codes
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
-from research.real import decode, pages, prefill, reuse, routing, rules, sinks
+from research.real import adaptive, decode, pages, prefill, reuse, routing, rules, sinks
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read, window_attention
@@ -205,11 +205,61 @@ def test_every_source_votes(model, question):
 def test_important_tokens_are_the_fewest_that_reach_tau():
     sums = torch.tensor([5.0, 1.0, 3.0, 1.0, 0.0])
     seen_by = torch.ones(5)
-    assert prefill.important_tokens(sums, seen_by, 0.8).tolist() == [True, False, True, False, True]
-    assert prefill.important_tokens(sums, seen_by, 0.5).tolist() == [True, False, False, False, True]
+    assert prefill.important_tokens(sums, seen_by, prefill.Form(tau=0.8)).tolist() == [True, False, True, False, True]
+    assert prefill.important_tokens(sums, seen_by, prefill.Form(tau=0.5)).tolist() == [True, False, False, False, True]
     # A late token that few rows see is as important as they find it.
     seen_by = torch.tensor([50.0, 50.0, 50.0, 1.0, 1.0])
-    assert prefill.important_tokens(sums, seen_by, 0.5).tolist() == [False, False, False, True, True]
+    late = [False, False, False, True, True]
+    assert prefill.important_tokens(sums, seen_by, prefill.Form(tau=0.5)).tolist() == late
+
+
+def test_a_fixed_share_ignores_the_attention_and_votes_may_be_ranked_by_sums():
+    sums, seen_by = torch.tensor([5.0, 4.0, 3.0, 1.0, 0.5]), torch.tensor([5.0, 5.0, 5.0, 1.0, 1.0])
+    form = prefill.Form(ratio=0.3, tau=1.0)
+    # Two of five tokens, rounded up, and the last one.
+    assert prefill.important_tokens(sums, seen_by, form).tolist() == [True, False, False, True, True]
+    by_sums = replace(form, ranked="sums")
+    assert prefill.important_tokens(sums, seen_by, by_sums).tolist() == [True, True, False, False, True]
+    # By sums 0.6 of 13.5 takes two tokens, by means 0.6 of 3.9 takes three.
+    counts = [
+        int(prefill.important_tokens(sums, seen_by, prefill.Form(tau=0.6, counted=by, ranked="sums"))[:4].sum())
+        for by in ("sums", "means")
+    ]
+    assert counts == [2, 3]
+
+
+def test_fixed_shares_have_the_mean_of_adaptive_ones(model, text, question):
+    reader = adaptive.Reader(model, lambda ids: " ".join(map(str, ids)), [], ROOM)
+    rows = list(adaptive.measure_adaptive(reader, model, [text], [question], ["zero_0.975", "attend_0.99"]))
+    dense, noise = rows[:2], rows[2:4]
+    assert [row["arm"] for row in (*dense, *noise)] == [adaptive.DENSE] * 2 + [prefill.NOISE] * 2
+    assert ["score" in row for row in dense] == [False, True]
+    # The same model decodes the same tokens, those of the answer included.
+    assert [row["agreement"] for row in noise] == [1.0, 1.0]
+    found = [row for row in rows[4:] if "text" in row]
+    choices = [adaptive.ADAPTIVE, adaptive.FIXED, adaptive.FIXED_BY_TEXT, *adaptive.VOTES, adaptive.COUNTED]
+    assert [(row["arm"], row["choice"]) for row in found[::2]] == [
+        *(("zero_0.975", choice) for choice in choices), *(("attend_0.99", choice) for choice in choices[:2]),
+    ]  # fmt: skip
+    free, fixed, by_text = (found[first : first + 2] for first in (0, 2, 4))
+    assert len({share for row in free for share in row["kept_by_layer"]}) > 1
+    # A token is 1 / 172 of the text; up to two join.
+    mean = sum(row["kept"] for row in free) / 2
+    for row, own in zip((*fixed, *by_text), (mean, mean, *(row["kept"] for row in free)), strict=True):
+        assert row["ratio"] == pytest.approx(own, abs=1e-4)
+        assert all(0 <= share - own <= 3 / 172 for share in row["kept_by_layer"])
+    (table, by_layer) = tables(rows)
+    assert (table.row_count, by_layer.row_count) == (9, 4)
+
+
+def test_an_answer_after_a_dense_prefill_is_the_dense_answer(model, question, monkeypatch):
+    monkeypatch.setitem(adaptive.ARMS, "all", prefill.Form("rows", tau=1.1))
+    reader = adaptive.Reader(model, lambda ids: " ".join(map(str, ids)), [], ROOM)
+    dense, whole, *_ = (
+        row for row in adaptive.measure_adaptive(reader, None, [], [question], ["all"]) if "text" in row
+    )
+    assert dense["said"] == whole["said"]
+    assert (whole["agreement"], whole["kept"]) == (1.0, 1.0)
 
 
 def test_forms_say_what_attends():
@@ -402,6 +452,7 @@ def test_names_choose_arms():
         "reuse": [],
         "sinks": [],
         "selection": [],
+        "adaptive": [],
     }
     assert choose_arms("")["answers"] == list(RULES)
     with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
