@@ -13,6 +13,10 @@ Weights are random unless the model is a folder. Answers of such a model have no
 one: at a fixed density, the number of blocks that sparse prefill reads depends only on the length of the prompt. A
 setting that depends on the text, such as `coverage`, must be measured with a real model.
 
+Rows of sparse prefill have the shares that the layers count, over all prompts of the measurement: `prefill_density` of
+the key blocks read or, with zipvl, of the important tokens, and `prefill_pairs` of the pairs that attend. A `chunk` of
+the longest context prefills each prompt in one piece.
+
 One process per variant, one after the other.
 """
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -41,6 +45,7 @@ from bench.serving.variants import (
     variant_columns,
 )
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.metrics.live import BLOCK_READS, TOKEN_READS, count_totals
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("flash_attn", "unique", "unique_prefill")
@@ -52,6 +57,8 @@ PREFIX_HIT: Literal["prefix_hit"] = "prefix_hit"
 LOAD: Literal["load"] = "load"
 _ROOM = 256
 """Tokens of an engine beyond the longest context."""
+_READS = {each.name: each.name.removeprefix("vllm_sparse_") for each in (*BLOCK_READS, *TOKEN_READS)}
+"""Columns by the names of metrics."""
 _GRACE = 90
 """Seconds to finish the current measurement after a variant's time is over."""
 
@@ -163,6 +170,16 @@ def _measure_load(
     }
 
 
+def read_shares(before: Mapping[str, tuple[float, int]], after: Mapping[str, tuple[float, int]]) -> Row:
+    """The columns of what prompts have read between two results of `count_totals`; none with dense prefill."""
+    shares = {}
+    for name, column in _READS.items():
+        (amount, count), (amount_before, count_before) = (totals.get(name, (0.0, 0)) for totals in (after, before))
+        if count > count_before:
+            shares[column] = round((amount - amount_before) / (count - count_before), 4)
+    return shares
+
+
 def _prefix(prompt: list[int]) -> int:
     return len(prompt) * 3 // 4
 
@@ -222,8 +239,9 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
             if spent > settings.time_limit:
                 write({**row, "skipped": "the time limit was reached"})
                 continue
+            before = count_totals()
             row |= measure(measurement, generate, draw, settings)
-            write(row)
+            write(row | read_shares(before, count_totals()))
             print(
                 f"{variant.name}: {measurement.kind} of {measurement.requests} x "
                 f"{size_text(measurement.context)} tokens: "

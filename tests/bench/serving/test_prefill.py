@@ -8,7 +8,7 @@ import pytest
 from bench.common.options import parse_loads
 from bench.common.results import read_run
 from bench.serving.__main__ import main as serving_main
-from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan
+from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan, read_shares
 from bench.serving.prefill import table as prefill_table
 
 
@@ -116,6 +116,14 @@ def test_a_load_is_asked_at_once_and_counts_every_token(fake_engine):
     assert columns["seconds"] == [pytest.approx(5 * (4000 + 127) / 1000)]
     assert columns["output_tokens_per_second"] == pytest.approx(5 * 128 / 20.635, abs=0.01)
     assert columns["total_tokens_per_second"] == pytest.approx(5 * (4000 + 128) / 20.635, abs=0.1)
+
+
+def test_rows_say_what_prompts_have_read_since_the_measurement_began():
+    density, pairs = "vllm_sparse_prefill_density", "vllm_sparse_prefill_pairs"
+    before = {density: (50.0, 100), "vllm_sparse_kv_read_share": (1.0, 2)}
+    after = {density: (80.0, 200), pairs: (30.0, 40), "vllm_sparse_kv_read_share": (2.0, 4)}
+    assert read_shares(before, after) == {"prefill_density": 0.3, "prefill_pairs": 0.75}
+    assert read_shares(after, after) == {}
 
 
 @pytest.mark.parametrize(
