@@ -27,9 +27,10 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 def ruler(
     output: Output,
     model: Annotated[str, typer.Option(help="Folder or name.")],
-    setting: Annotated[list[str], typer.Option(help="BACKEND or BACKEND:BUDGET, repeatable.")],
+    setting: Annotated[list[str], typer.Option(help="BACKEND[:BUDGET][+FIELD=VALUE], repeatable.")],
     dense_backend: Annotated[str, typer.Option(help="vLLM's attention backend to compare with.")] = "FLASH_ATTN",
     context: Annotated[list[str] | None, typer.Option(help="Tokens of a document, repeatable. Default: 4K.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Of RULER, repeatable. Default: all.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions of each task and context.")] = 25,
     decode_from: Annotated[
         Literal["prompt", "question"], typer.Option(help="Decode the question token by token, or prefill it, too.")
@@ -47,9 +48,11 @@ def ruler(
     contexts = parse_sizes("context", split_values(context or ["4K"]))
     settings = [Setting(DENSE, ("--attention-backend", dense_backend)), *map(Setting.parse, split_values(setting))]
     shared = [
-        "--model", model, "--task", "ruler", "--questions", str(questions), "--concurrency", str(concurrency),
+        "--model", model, "--questions", str(questions), "--concurrency", str(concurrency),
         "--decode-from", decode_from, "--engine-args", engine_args, *(["--chat"] if chat else []),
     ]  # fmt: skip
+    for name in split_values(task or ["ruler"]):
+        shared += ["--task", name]
     for tokens in contexts:
         shared += ["--context", str(tokens)]
     found, failed = evaluate(settings, shared, at_once, end)

@@ -35,7 +35,7 @@ def served(
     output: Output,
     model: Annotated[str, typer.Option(help="Folder or name.")],
     texts: Annotated[Path, typer.Option(help="JSON lines with `prompt`, and `kind` if there are several.")],
-    setting: Annotated[list[str], typer.Option(help="BACKEND or BACKEND:BUDGET, repeatable.")],
+    setting: Annotated[list[str], typer.Option(help="BACKEND[:BUDGET][+FIELD=VALUE], repeatable.")],
     dense_backend: Annotated[str, typer.Option(help="vLLM's attention backend to compare with.")] = "FLASH_ATTN",
     scored_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text to decode.")] = 128,
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="Arguments of vllm.LLM.")] = "{}",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.common.children import run_python
 from vllm_sparse_plugin.config import KEY, resolve
@@ -33,26 +34,43 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """Parse `BACKEND` or `BACKEND:BUDGET`, the tokens that the backend reads or keeps.
+        """Parse `BACKEND` or `BACKEND:BUDGET`, the tokens that the backend reads or keeps, and settings.
+
+        Each `+FIELD=VALUE` is a setting of the backend, such as `snapkv:2048+stopping.block_tokens=64`.
 
         Raises:
             ConfigurationError: for anything else.
         """
-        backend, _, budget = text.partition(":")
+        first, *fields = text.split("+")
+        backend, _, budget = first.partition(":")
         preset = find_preset(backend)
-        if not budget:
-            return cls(backend, ("--attention-backend", backend))
-        of_budget = budget_section(preset)
-        if of_budget is None or not budget.isdecimal():
-            raise ConfigurationError(
-                f"setting: got {text!r}, allowed: a backend, or one that has a budget with :TOKENS"
-            )
-        key, values = of_budget
-        section = {key: {**values, "budget_tokens": int(budget)}}
-        resolve(section, preset)
-        return cls(
-            f"{backend}-{budget}", ("--attention-backend", backend, "--additional-config", json.dumps({KEY: section}))
-        )
+        given: dict[str, Any] = {}
+        if budget:
+            of_budget = budget_section(preset)
+            if of_budget is None or not budget.isdecimal():
+                raise ConfigurationError(
+                    f"setting: got {text!r}, allowed: a backend, or one that has a budget with :TOKENS"
+                )
+            key, values = of_budget
+            given[key] = {**values, "budget_tokens": int(budget)}
+        for field in fields:
+            name, equals, value = field.partition("=")
+            section, _, key = name.rpartition(".")
+            place = given.setdefault(section, {}) if section else given
+            if not equals or not isinstance(place, dict):
+                raise ConfigurationError(f"setting: got {text!r}, allowed after each +: FIELD=VALUE")
+            place[key] = _value(value)
+        resolve(given, preset)
+        options = ("--additional-config", json.dumps({KEY: given})) if given else ()
+        return cls(text.replace(":", "-", 1), ("--attention-backend", backend, *options))
+
+
+def _value(text: str) -> Any:
+    """A value in JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def evaluate(

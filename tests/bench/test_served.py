@@ -93,7 +93,7 @@ def test_ruler_writes_the_score_of_every_question(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(settings, "run_python", run_python)
     output = tmp_path / "ruler.jsonl"
-    command = ["ruler", "--model", str(tmp_path), "--setting", "snapkv", "--context", "4K,8K", "--chat"]
+    command = ["ruler", "--model", str(tmp_path), "--setting", "snapkv", "--context", "4K,8K", "--chat", "--task", "vt"]
     result = CliRunner().invoke(app, [*command, "--decode-from", "prompt", "--output", str(output)])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in output.read_text().splitlines()][1:]
@@ -105,10 +105,41 @@ def test_ruler_writes_the_score_of_every_question(monkeypatch: pytest.MonkeyPatc
     assert rows[0]["chat"]
     assert asked[1][asked[1].index("--attention-backend") + 1] == "snapkv"
     assert [asked[0][place + 1] for place, option in enumerate(asked[0]) if option == "--context"] == ["4096", "8192"]
+    assert [asked[0][place + 1] for place, option in enumerate(asked[0]) if option == "--task"] == ["vt"]
     assert "--chat" in asked[0]
 
 
-@pytest.mark.parametrize("text", ["art:512", "unique:few", "nothing", "unique:-1"])
-def test_settings_without_that_budget_are_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("art", None),
+        ("unique:512", {"selection": {"policy": "unique", "budget_tokens": 512}}),
+        (
+            "snapkv:2048+stopping.dense_order=votes+stopping.scale_tolerance=1e-3+min_context_tokens=0",
+            {
+                "compaction": {"method": "snapkv", "budget_tokens": 2048},
+                "stopping": {"dense_order": "votes", "scale_tolerance": 0.001},
+                "min_context_tokens": 0,
+            },
+        ),
+        ("snapkv+preset=art", {"preset": "art"}),
+    ],
+)
+def test_settings_are_those_of_additional_config(text: str, section: dict[str, object] | None) -> None:
+    setting = settings.Setting.parse(text)
+    name, backend, *more = setting.options
+    assert (name, backend) == ("--attention-backend", text.partition("+")[0].partition(":")[0])
+    assert more == ([] if section is None else ["--additional-config", json.dumps({"sparse_attention": section})])
+    assert setting.name == text.replace(":", "-")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "art:512", "unique:few", "nothing", "unique:-1", "art+", "art+stopping.patience", "art+stopping.nothing=1",
+        "art+stopping.patience=few", "art+stopping=1+stopping.patience=1",
+    ],
+)  # fmt: skip
+def test_other_settings_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         settings.Setting.parse(text)
