@@ -122,15 +122,18 @@ class ModelSize(NamedTuple):
     """Layers that attend to the whole context."""
     requests: int
     """The most requests that run at once."""
+    decode_tokens: int
+    """The most tokens that they decode in a step, drafts included."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ModelSize:
         """Returns the size of an engine's model; zeros without a model."""
         model = vllm_config.model_config
         if model is None:
-            return cls(0, 0, 0)
+            return cls(0, 0, 0, 0)
         layers = layers_over_everything(vllm_config)
-        return cls(model.max_model_len, layers, vllm_config.scheduler_config.max_num_seqs)
+        requests = vllm_config.scheduler_config.max_num_seqs
+        return cls(model.max_model_len, layers, requests, requests * (1 + vllm_config.num_speculative_tokens))
 
 
 class SparseImpl:

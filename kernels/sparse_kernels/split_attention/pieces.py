@@ -69,4 +69,9 @@ def scratch_numbers(pieces: int) -> int:
 
 def rows_at_once(pieces: int, group_size: int, head_size: int) -> int:
     """Returns the number of rows whose pieces fit `PIECES_BYTES`."""
-    return max(1, PIECES_BYTES // (pieces * group_size * (head_size + 2) * 4))
+    return max(1, PIECES_BYTES // row_bytes(pieces, group_size, head_size))
+
+
+def row_bytes(pieces: int, group_size: int, head_size: int) -> int:
+    """Returns the bytes of a row's pieces: the outputs and weights of its query heads."""
+    return pieces * group_size * (head_size + 2) * 4

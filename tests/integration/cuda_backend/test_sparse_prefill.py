@@ -18,7 +18,6 @@ from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.metrics import sampling
-from vllm_sparse_plugin.policies import reads_selection
 from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
@@ -241,26 +240,79 @@ def test_a_warm_up_of_prompts_that_fails_is_said_and_leaves_neither_cache_nor_co
     assert not counters.any()
 
 
-@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "zipvl_paper", "unique", "lossless", "snapkv", "h2o"])
-def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, preset):
+MIB = 2**20
+LONGEST, LAYERS, REQUESTS = 4096, 32, 8
+VOTES = 4 * HEADS * LONGEST
+"""Bytes of a number for each KV head and token of the longest context."""
+WHOLE = WHOLE_SCRATCH // LAYERS
+
+
+def scratch_of_blocks() -> int:
+    config = resolve(None, "unique_prefill")
+    return scratch_bytes(config.prefill.rule(), config.statistics_layout(SIZE, 2), HEADS, GROUP, 32, LONGEST)
+
+
+def pages_between_drafts() -> int:
+    config = resolve({"lossless": {"score_every": 8}}, "lossless")
+    return kept_page_bytes(config, HEADS, REQUESTS)
+
+
+def evicting(method: str, **more: object) -> dict[str, object]:
+    return {"compaction": {"method": method, "every": 128, **more}}
+
+
+SCRATCH = {
+    "unique_prefill": ({}, lambda: (scratch_of_blocks(), WHOLE)),
+    "zipvl": ({}, lambda: (300 * MIB, 0)),
+    "zipvl_paper": ({}, lambda: (300 * MIB + 6 * 32 * HEADS * GROUP * SIZE, 0)),
+    "unique": ({}, lambda: (0, WHOLE)),
+    "lossless": ({"lossless": {"score_every": 8}}, lambda: (0, WHOLE + pages_between_drafts())),
+    "snapkv": ({}, lambda: (10 * VOTES, 8 * MIB)),
+    "h2o": ({}, lambda: (10 * VOTES, 8 * MIB + VOTES)),
+    # 8 intervals of 512 tokens.
+    "art": ({}, lambda: (3 * REQUESTS * HEADS * 8 * GROUP * (SIZE + 2) * 4, 3 * REQUESTS * HEADS * 10 * 4 // LAYERS)),
+    "sinkrouter": (
+        {"routing": {"threshold": 0.5, "accept": "uncalibrated"}},
+        lambda: (3 * REQUESTS * HEADS * 64 * GROUP * (SIZE + 2) * 4, 0),
+    ),
+    "snapkv, evicting": (evicting("snapkv"), lambda: (3 * VOTES * LAYERS, REQUESTS * 32 * HEADS * GROUP * SIZE * 2)),
+    "h2o, evicting": (
+        evicting("h2o", budget_tokens=512),
+        lambda: (3 * VOTES * LAYERS, VOTES + REQUESTS * (RING * HEADS * GROUP * SIZE * 2 + 4 * HEADS * (512 + 128))),
+    ),
+    "r_kv, evicting": (evicting("r_kv"), lambda: (6 * VOTES * LAYERS, REQUESTS * 8 * HEADS * GROUP * SIZE * 2)),
+    "dense": ({}, lambda: (0, 0)),
+}
+"""Settings of presets, and the bytes that a layer takes while it runs, and all the time."""
+RING = resolve(evicting("h2o"), "dense").compaction.rule().ring_tokens
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, name):
+    settings, bytes_of = SCRATCH[name]
+    preset = "dense" if "evicting" in name else name
+    config = resolve(settings, preset)
     asked = []
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
-    config = resolve({"lossless": {"score_every": 8}} if preset == "lossless" else None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
-    layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32, 1), GROUP
+    layer.kv_cache_dtype, layer.num_queries_per_kv = "auto", GROUP
+    layer.model_size = ModelSize(LONGEST, LAYERS, REQUESTS, 3 * REQUESTS)
+    layer.is_planned = False
     query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
     output = torch.ones_like(query)
-    layer.forward(module, query, None, None, empty(0), None, output)
+    nothing = empty(0)
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    passing, lasting = bytes_of()
+    # vLLM may profile twice.
+    for _ in range(2):
+        asked.clear()
+        layer.forward(module, query, None, None, nothing, None, output)
+        assert asked == [(each,) for each in (passing, lasting) if each]
+        assert (0 if layer.reserved is None else layer.reserved.numel()) == lasting
     assert not output.any()
-    of_blocks = preset == "unique_prefill" and scratch_bytes(
-        config.prefill.rule(), config.statistics_layout(SIZE, 2), HEADS, GROUP, 32, 4096
-    )
-    windows = 256 * 2**20 + 40 * HEADS * 4096
-    wanted = {
-        "unique_prefill": of_blocks, "zipvl": 300 * 2**20, "zipvl_paper": 3 * 2 * query.numel() + 300 * 2**20,
-        "snapkv": windows, "h2o": windows + 32 * 4 * HEADS * 4096,
-    }  # fmt: skip
-    every = wanted.get(preset, 0) + (WHOLE_SCRATCH if reads_selection(config.selector) else 0)
-    every += kept_page_bytes(config, 32 * HEADS, 1)
-    assert asked == ([(every,)] if every else [])
+    asked.clear()
+    layer.bind(layer.plan)
+    assert layer.reserved is None
+    # A data-parallel rank without requests runs without metadata too.
+    layer.forward(module, query, None, None, nothing, None, output)
+    assert asked == []

@@ -31,6 +31,7 @@ from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages, DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
 from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
+from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
 from vllm_sparse_plugin.offload.staging import Staging
@@ -47,6 +48,15 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     """See `Stopping.scratch`; None unless every page may be read."""
     staging: Staging | None = None
     """With offloading, where prompts attend to their blocks."""
+    is_planned: bool = False
+    """Whether `bind` has been called. Only before that does vLLM profile memory."""
+    reserved: torch.Tensor | None = None
+    """What `reserve_scratch` returned, until the layer is planned."""
+
+    def bind(self, plan: LayerPlan) -> None:
+        """Also frees the memory of `reserve_scratch`: the builder allocates what lasts."""
+        super().bind(plan)
+        self.is_planned, self.reserved = True, None
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         if kv_cache.dtype == torch.uint8:
@@ -83,7 +93,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:
-            reserve_scratch(self, layer, query)
+            if not self.is_planned:
+                self.reserved = reserve_scratch(self, layer, query)
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
         scales = output_scale, output_block_scale

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.block_prefill import scratch_bytes
+from sparse_kernels.split_attention import pieces_of, row_bytes, rows_at_once, scratch_numbers, splits_for
 from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl
+from vllm_sparse_plugin.attention.base import SparseImpl
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
 from vllm_sparse_plugin.attention.cuda.scales import scaled
@@ -20,7 +22,7 @@ from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, rehearse
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import StepCompaction
-from vllm_sparse_plugin.config import BlockPrefill
+from vllm_sparse_plugin.config import BlockPrefill, Compaction, ResolvedConfig
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import reads_selection
@@ -36,22 +38,43 @@ _COLD = "its kernels are compiled when a prompt needs them"
 """The message if the warm-up of compaction or sparse prefill fails."""
 
 
-def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
-    """Allocates and frees the scratch of sparse prefill, compaction, drafts and long dense requests, so that vLLM's
-    memory profile leaves room for it."""
-    backend: type[SparseBackend] = layer.attn_backend
-    config, wanted, size = backend.config(), 0, impl.model_size
-    longest = size.longest_context
+class Scratch(NamedTuple):
+    """Bytes on the device that a layer takes besides its cache, inputs and outputs."""
+
+    passing: int
+    """Free again when the layer has run."""
+    lasting: int
+    """Not free while the rest of the model runs."""
+
+
+def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> torch.Tensor | None:
+    """Takes the scratch of a layer while vLLM profiles memory, so that the profile leaves room for it.
+
+    Args:
+        impl: the layer.
+        layer: vLLM's layer.
+        query: `[num_tokens, num_heads, head_size]`, as many tokens as a step may have.
+
+    Returns:
+        The lasting part, to be kept until the profile ends; None for none. Logits, for example, need their memory
+        beside it.
+    """
+    scratch = scratch_of(impl, layer.attn_backend.config(), query)
+    if scratch.passing:
+        torch.empty(scratch.passing, dtype=torch.uint8, device=query.device)
+    return torch.empty(scratch.lasting, dtype=torch.uint8, device=query.device) if scratch.lasting else None
+
+
+def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) -> Scratch:
+    """Returns the scratch of a layer; for the arguments see `reserve_scratch`.
+
+    What all layers share counts in equal parts.
+    """
+    size, passing, lasting, shared = impl.model_size, 0, 0, 0
+    longest, layers = size.longest_context, size.num_layers
     if config.moves_tokens:
         assert config.compaction is not None
-        # Votes, their order, and the queries of prompts that end in one step.
-        wanted = _WINDOW_SCRATCH + 40 * impl.num_kv_heads * longest
-        if config.compaction.retention().counts_every_query:
-            # The votes of a prompt that is still in prefill, in all layers.
-            wanted += 4 * impl.num_kv_heads * longest * size.num_layers
-        itemsize = query.dtype.itemsize
-        of_request = config.compaction.query_bytes(size.num_layers, impl.num_heads, impl.head_size, itemsize)
-        wanted += size.requests * of_request
+        passing, lasting = _compaction_scratch(impl, config.compaction, query.dtype.itemsize)
     if isinstance(config.prefill, BlockPrefill):
         itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
         layout = config.statistics_layout(impl.head_size, itemsize)
@@ -60,18 +83,48 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
             config.prefill.rule(), layout, impl.num_kv_heads, impl.num_queries_per_kv, len(query),
             longest,
         )  # fmt: skip
-        wanted = max(wanted, tiles)
+        passing = max(passing, tiles)
     elif config.prefill is not None:
         # With outputs of zero also gathered queries, gathered outputs, and outputs in token order.
         gathered = 3 * query.numel() * 2 if config.prefill.others == "zero" else 0
-        wanted = max(wanted, gathered + _TOKEN_SCRATCH)
-    if reads_selection(config.selector):
-        # Planning allocates it after the profile, and keeps it.
-        wanted += WHOLE_SCRATCH
-    wanted += kept_page_bytes(config, impl.num_kv_heads * size.num_layers, size.requests)
-    if not wanted:
-        return
-    torch.empty(wanted, dtype=torch.uint8, device=query.device)
+        passing = max(passing, gathered + _TOKEN_SCRATCH)
+    selector, rule = config.selector, config.stop_rule
+    if reads_selection(selector):
+        shared += WHOLE_SCRATCH
+    elif rule is not None or config.routing is not None:
+        # Attention to all pages of a context. Rows beyond a limit wait for others, so both have a bound.
+        of_head = impl.num_queries_per_kv, impl.head_size
+        rows = size.decode_tokens * impl.num_kv_heads
+        if rule is None:
+            splits = splits_for(size.decode_tokens, impl.num_heads, impl.head_size)
+        else:
+            splits = pieces_of(longest, rule)
+            rows = min(rows, rows_at_once(splits, *of_head))
+            shared += 4 * rows * scratch_numbers(splits)
+        passing = max(passing, rows * row_bytes(splits, *of_head))
+    lasting += kept_page_bytes(config, impl.num_kv_heads, size.requests)
+    return Scratch(passing, lasting + -(-shared // layers))
+
+
+def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int) -> tuple[int, int]:
+    """Returns the passing and the lasting bytes of a layer's compaction; `itemsize` is that of queries."""
+    size = impl.model_size
+    # A float32 number of each KV head for each token of the longest context.
+    numbers = 4 * impl.num_kv_heads * size.longest_context
+    # The votes of a prompt that is still in prefill.
+    lasting = numbers if compaction.retention().counts_every_query else 0
+    if not compaction.evicts_between_steps:
+        # Votes and their order; the queries of prompts that end in one step.
+        return 10 * numbers, lasting + _WINDOW_SCRATCH // size.num_layers
+    rule = compaction.rule()
+    assert rule is not None
+    lasting += size.requests * compaction.query_bytes(1, impl.num_heads, impl.head_size, itemsize)
+    if rule.carries_votes:
+        budget = compaction.budget_tokens or math.ceil((compaction.budget_ratio or 0) * size.longest_context)
+        lasting += 4 * impl.num_kv_heads * size.requests * (budget + (compaction.retention().every or 0))
+    # Layers evict together. Votes, their order, marks of protected tokens; with redundancy, that and the mix.
+    of_layer = (3 if rule.importance_share is None else 6) * numbers
+    return of_layer * size.num_layers, lasting
 
 
 def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:
