@@ -8,6 +8,7 @@ from bench.robustness.families.command import families, family_cells
 from bench.robustness.fuzz.command import fuzz
 from bench.robustness.soak.command import soak
 from bench.robustness.storm.command import storm
+from bench.robustness.transfers.command import transfers
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
 
@@ -26,6 +27,7 @@ app.command()(deployments)
 app.command()(fuzz)
 app.command()(soak)
 app.command()(storm)
+app.command()(transfers)
 
 
 def main() -> None:

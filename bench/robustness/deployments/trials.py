@@ -43,6 +43,10 @@ _OFFERED = 1 << 28
 """Bytes of a KV cache."""
 
 
+WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
+"""Asks a server to keep the blocks of a prompt for the server that decodes."""
+
+
 class IdleError(RuntimeError):
     """A deployment answered without using its feature."""
 
@@ -262,31 +266,58 @@ def by_ranks(launcher: Launcher) -> Iterator[Answers]:
     _expect(asked == [len(prompts())] * 2, f"the engines answered {asked} questions")
 
 
-def disaggregated(launcher: Launcher) -> Iterator[Answers]:
-    """One server prefills, another one decodes from its blocks."""
+@contextmanager
+def nixl_pair(launcher: Launcher, *arguments: str, **extra: Any) -> Iterator[tuple[LaunchedServer, LaunchedServer]]:
+    """A server that prefills and one that decodes from its blocks, both ready.
+
+    Args:
+        launcher: starts them.
+        *arguments: further arguments of both servers.
+        **extra: settings of vLLM's connector.
+    """
     from vllm.platforms import current_platform
 
-    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": current_platform.device_type}
-    arguments = ("--kv-transfer-config", json.dumps(transfer))
+    transfer = {
+        "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": current_platform.device_type,
+        "kv_connector_extra_config": extra,
+    }  # fmt: skip
     with ExitStack() as servers:
         prefill, decode = (
-            servers.enter_context(launcher.server(name, *arguments, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port)))
+            servers.enter_context(
+                launcher.server(
+                    name, "--kv-transfer-config", json.dumps(transfer), *arguments,
+                    VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
+                )
+            )
             for name, port in (("prefill", 5710), ("decode", 5720))
-        )
+        )  # fmt: skip
         for server in (prefill, decode):
             server.wait_until_ready()
         with prefill.explain_failures(), decode.explain_failures():
-            found = []
-            for tokens in prompts():
-                wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-                first: Any = prefill.client.completions.create(
-                    model=NEEDLE_8M.name, prompt=tokens, max_tokens=1, temperature=0,
-                    extra_body={"kv_transfer_params": wanted},
-                )  # fmt: skip
-                asker = Asker(decode.client, NEEDLE_8M.name, NEW_TOKENS)
-                found.append(asker.ask(tokens, kv_transfer_params=first.kv_transfer_params))
-            hits = read_metrics(metrics_text(decode.client))["vllm:external_prefix_cache_hits_total"]
-    _expect(hits > sum(map(len, prompts())) // 2, f"{hits:.0f} tokens came from the server that prefills")
+            yield prefill, decode
+
+
+def prefilled(client: OpenAI, tokens: list[int]) -> dict[str, Any]:
+    """Computes a prompt; returns where its blocks are, for the server that decodes."""
+    first: Any = client.completions.create(
+        model=NEEDLE_8M.name, prompt=tokens, max_tokens=1, temperature=0,
+        extra_body={"kv_transfer_params": WANTED},
+    )  # fmt: skip
+    return dict(first.kv_transfer_params)
+
+
+def moved_tokens(client: OpenAI) -> int:
+    """Tokens whose blocks a server has taken from another one."""
+    return round(read_metrics(metrics_text(client))["vllm:external_prefix_cache_hits_total"])
+
+
+def disaggregated(launcher: Launcher) -> Iterator[Answers]:
+    """One server prefills, another one decodes from its blocks."""
+    with nixl_pair(launcher) as (prefill, decode):
+        asker = Asker(decode.client, NEEDLE_8M.name, NEW_TOKENS)
+        found = [asker.ask(each, kv_transfer_params=prefilled(prefill.client, each)) for each in prompts()]
+        hits = moved_tokens(decode.client)
+    _expect(hits > sum(map(len, prompts())) // 2, f"{hits} tokens came from the server that prefills")
     yield Answers(found)
 
 

@@ -64,9 +64,9 @@ class Asker:
         began = times[0] if first else asked
         return found, (times[-1] - began) / (len(found.tokens) - first) * 1000
 
-    def hang_up(self, prompt: str, after: int, copies: int = 1) -> None:
+    def hang_up(self, prompt: str | list[int], after: int, copies: int = 1, **more: Any) -> None:
         """Asks for several answers, and closes the connection after `after` parts of them."""
-        stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments(copies))
+        stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments(copies, **more))
         for _ in zip(range(after), stream, strict=False):
             pass
         stream.close()
