@@ -7,6 +7,7 @@ from bench.robustness.deployments.command import deployments
 from bench.robustness.families.command import families, family_cells
 from bench.robustness.fuzz.command import fuzz
 from bench.robustness.memory.command import memory, memory_cell
+from bench.robustness.ranks.command import ranks
 from bench.robustness.soak.command import soak
 from bench.robustness.storm.command import storm
 from bench.robustness.transfers.command import transfers
@@ -28,6 +29,7 @@ app.command()(deployments)
 app.command()(fuzz)
 app.command()(memory)
 app.command("memory-cell", hidden=True)(memory_cell)
+app.command()(ranks)
 app.command()(soak)
 app.command()(storm)
 app.command()(transfers)
