@@ -68,7 +68,8 @@ def tried(monkeypatch, kinds, answer=ALONE, after=0, moved=4, failing=None):
 
     patches = {
         "run": run, "idle_pair": idle_pair, "Asker": Silent, "prompts": lambda: [[1, 2], [3, 4]],
-        "prefilled": lambda *_: {}, "moved_tokens": lambda _: moved, "metrics_text": lambda _: "",
+        "prefilled": lambda *_: {}, "moved_tokens": lambda _: moved,
+        "metrics_text": lambda _: "vllm:nixl_num_kv_expired_reqs_total{} 2.0",
         "wait_until_quiet": lambda _: None,
     }  # fmt: skip
     for name, value in patches.items():
@@ -82,6 +83,7 @@ def test_nothing_lost_is_no_fault(monkeypatch):
     assert faults == []
     assert row["beside_hang_ups"] == {"answers": 4, "parted": 0, "too_far": 0, "logprob_error": 0.0}
     assert row["leaked_blocks"] == {"prefill": 0, "decode": 0}
+    assert (row["expired"], row["read_after_expiry"]) == (2, 0)
 
 
 @pytest.mark.parametrize(

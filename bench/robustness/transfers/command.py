@@ -49,8 +49,11 @@ from vllm_sparse_plugin.tools.server import LaunchedServer, ServerError
 
 HANG_UPS = "in prefill", "between", "while blocks move", "after a token"
 ANSWER = "answer"
-_LEASE_SECONDS = 10
-"""How long the first server lends blocks to a client that does not come back."""
+_LENT = {
+    "expired": "vllm:nixl_num_kv_expired_reqs_total",
+    "read_after_expiry": "vllm:nixl_num_notifications_after_expiry_total",
+}
+"""Requests whose blocks were not read in time, by column. vLLM may give blocks to others while they are read late."""
 _PATIENCE = (0.0, 0.02, 0.1, 0.4)
 """Seconds after which clients leave that have sent their request, in turn."""
 
@@ -60,6 +63,9 @@ def transfers(
     hang_ups: Annotated[int, typer.Option(min=4, help="Requests that are left; the four ways in turn.")] = 200,
     answers: Annotated[int, typer.Option(min=1, help="Other requests.")] = 100,
     clients: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    lease_seconds: Annotated[
+        int, typer.Option(min=6, help="How long blocks are lent; a slow machine needs more.")
+    ] = 30,
     variant: Annotated[str, typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE.")] = "unique",
     commit: Commit = None,
 ) -> None:
@@ -69,10 +75,18 @@ def transfers(
         with (
             ResultFile(output, describe_run(NEEDLE_8M, commit)) as file,
             # A prefix cache would answer without moving blocks.
-            nixl_pair(launcher, "--no-enable-prefix-caching", kv_lease_duration=_LEASE_SECONDS) as pair,
+            nixl_pair(launcher, "--no-enable-prefix-caching", kv_lease_duration=lease_seconds) as pair,
         ):
             row, faults = leave_between(*pair, plan(hang_ups, answers), clients)
-            file.write({"backend": launcher.variant.name, "clients": clients, **row, "faults": faults})
+            file.write(
+                {
+                    "backend": launcher.variant.name,
+                    "clients": clients,
+                    "lease_seconds": lease_seconds,
+                    **row,
+                    "faults": faults,
+                }
+            )
             console.print(row)
     except (ServerError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -125,6 +139,7 @@ def leave_between(
     for server in (prefill, decode):
         wait_until_quiet(lambda server=server: read_metrics(metrics_text(server.client)))  # type: ignore[misc]
     after = idle_pair(prefill, decode)
+    lent = read_metrics(metrics_text(prefill.client))
     moves = list(zip(local, alone, strict=True))
     row = {
         "sent": dict(Counter(found.kinds)),
@@ -133,6 +148,7 @@ def leave_between(
         "prompt_tokens": sum(map(len, questions)),
         "beside_hang_ups": compared(found.pairs),
         "end": {name: asdict(idle) for name, idle in after.items()},
+        **{column: round(lent.get(metric, 0)) for column, metric in _LENT.items()},
         "leaked_blocks": {name: idle.used_blocks - before[name].used_blocks for name, idle in after.items()},
     }
     return row, [*dict.fromkeys(found.failures), *faults_of(row, kinds)]
