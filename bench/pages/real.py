@@ -298,14 +298,18 @@ def ruler() -> Block:
 
 
 def ruler_policies() -> Block:
-    """The mean RULER score of each policy, answered by vLLM."""
-    rows, lines = _rows(RULER), []
+    """The mean RULER score of each backend, answered by vLLM. If files repeat a row, the first one counts."""
+    files = sorted(RULER.parent.glob(f"{RULER.stem}*.jsonl"))
+    found: dict[tuple[str, str], Row] = {}
+    for row in (row for path in files for row in _rows(path)):
+        found.setdefault((row["setting"], row["id"]), row)
+    rows, lines = list(found.values()), []
     contexts = sorted({row["context_tokens"] for row in rows})
     for setting in dict.fromkeys(row["setting"] for row in rows):
         means = (ruler_score(rows, setting, context) for context in contexts)
         cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
         lines.append([*_named(setting), *cells])
-    return Block(table(["policy", "tokens", *(f"{context:,}" for context in contexts)], lines), [RULER])
+    return Block(table(["backend", "tokens", *(f"{context:,}" for context in contexts)], lines), files)
 
 
 def _named(setting: str) -> list[str]:

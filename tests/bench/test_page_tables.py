@@ -344,6 +344,20 @@ def test_ruler_shows_the_tasks_that_dense_attention_answers_and_the_mean_of_all(
     ]
 
 
+def test_ruler_scores_of_several_files_are_one_table(tmp_path, monkeypatch):
+    def rows(**scores: float) -> list[dict]:
+        about = {"id": "a", "task": "easy", "context_tokens": 4096}
+        return [about | {"setting": setting, "score": score} for setting, score in scores.items()]
+
+    monkeypatch.setattr(real, "RULER", write_run(tmp_path / "ruler.jsonl", *rows(dense=1.0, unique=0.75)))
+    write_run(tmp_path / "ruler_more.jsonl", *rows(dense=0.0, **{"snapkv-2048": 0.5}))
+    block = real.ruler_policies()
+    assert [path.name for path in block.sources] == ["ruler.jsonl", "ruler_more.jsonl"]
+    assert [line.partition(" [")[0] for line in block.text.splitlines()[2:]] == [
+        "| `dense` | all | 1.00", "| `unique` | preset | 0.75", "| `snapkv` | 2,048 | 0.50",
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def frontier_results(tmp_path, monkeypatch):
     """Decode steps of dense attention and of three budgets."""
