@@ -248,6 +248,26 @@ def test_a_request_keeps_the_tokens_that_it_protects_beside_others(model, chunks
         poison(harness, request, set(range(300 // BLOCK - 3, 12)))
 
 
+def test_a_step_that_ends_many_prompts_marks_the_protected_tokens_of_one_at_a_time(model):
+    harness = harness_of(model, "dense", SNAPKV)
+    requests = [harness.request(300), harness.request(200)]
+    for request in requests:
+        request.arguments = PROTECTED
+    seen, compact = [], harness.layer.impl.compact
+
+    def watch(layer, window, prompt, *others):
+        seen.append(prompt.protected.nonzero().flatten().tolist())
+        compact(layer, window, prompt, *others)
+
+    harness.layer.impl.compact = watch
+    harness.step([(request, request.prompt_tokens) for request in requests])
+    assert seen == [sorted(at for at in RANGES if at < request.prompt_tokens) for request in requests]
+    compaction = harness.builder.compaction
+    assert [each.ends.protected for each in compaction.observed] == [None, None]
+    harness.step([(request, 1) for request in requests])
+    assert [state.marks for state in compaction._requests.values()] == [None, None]
+
+
 def test_heavy_hitters_make_room_for_protected_tokens_and_the_newest_do_not(model):
     harness = harness_of(model, "dense", H2O)
     request = harness.request(300)

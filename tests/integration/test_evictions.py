@@ -193,6 +193,20 @@ def test_protected_tokens_are_kept_by_every_eviction_and_after_a_resumption(mode
     assert_follows(harness, [Model(settings, request, protected=protected)], [[70], [90], [90], *[[1]] * 60])
 
 
+def test_the_votes_of_a_running_request_take_no_more_room_than_what_it_holds(model):
+    harness = harness_of(model, settings_of("h2o", every=96))
+    request = harness.request(400)
+    harness.step([(request, 400)])
+    rooms = set()
+    for _ in range(120):
+        harness.step([(request, 1)])
+        (state,) = harness.builder.compaction._held.values()
+        rooms.add(state.sums.shape[2])
+        assert state.sums.shape[2] <= state.until - state.left * BLOCK
+    # After each eviction votes are added.
+    assert len(rooms) > 2
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_request_evicts_on_the_way(model, method):
     """Its outputs are computed again in chunks. The chunk that crosses the prompt's end reads everything."""

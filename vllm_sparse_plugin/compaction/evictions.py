@@ -210,7 +210,8 @@ class StepEvictions(StepCompaction):
         """Returns the votes that tokens of a request keep, with room for some tokens."""
         known = request.sums
         if known is None or known.shape[2] < tokens:
-            room = max(tokens, request.prompt_tokens)
+            # A prompt's votes grow with its chunks, those after an eviction with what is held.
+            room = max(tokens, request.prompt_tokens - request.left * self.block_size)
             sums = torch.zeros(len(self.layers), self._layer.num_kv_heads, room, device=device)
             if known is not None:
                 sums[..., : known.shape[2]] = known
@@ -268,7 +269,7 @@ class StepEvictions(StepCompaction):
         None if it protects none."""
         known = request.still
         if known is None:
-            of_prompt = request.protected(device)
+            of_prompt, request.marks = request.protected(device), None
             if of_prompt is None:
                 return None
             known = of_prompt.expand(len(self.layers), self._layer.num_kv_heads, -1)

@@ -7,7 +7,7 @@ change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,17 +42,20 @@ class RequestState:
     """Positions of the prompt that vote, see `voting_rows`; None if all vote."""
     ranges: tuple[range, ...] = ()
     """Positions of the prompt that are kept, whoever votes for others."""
+    marks: torch.Tensor | None = None
+    """`[prompt_tokens]` bool on the host, these positions, while layers move tokens."""
 
     def protected(self, device: torch.device) -> torch.Tensor | None:
         """Returns the tokens of the prompt that are kept, `[prompt_tokens]` bool; None if the request names none."""
         if not self.ranges:
             return None
-        host = torch.zeros(self.prompt_tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
-        # A request may name thousands of ranges, and each call of torch takes microseconds.
-        marks = host.numpy()
-        for each in self.ranges:
-            marks[each.start : each.stop] = True
-        return host.to(device, non_blocking=True)
+        if self.marks is None:
+            self.marks = torch.zeros(self.prompt_tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
+            # A request may name thousands of ranges, and each call of torch takes microseconds.
+            marks = self.marks.numpy()
+            for each in self.ranges:
+                marks[each.start : each.stop] = True
+        return self.marks.to(device, non_blocking=True)
 
     def move(self, name: str, layer: Any, impl: Any, prompt: PromptBlocks, rule: CompactionRule) -> None:
         """Moves the kept tokens of a layer, unless it has moved them.
@@ -61,11 +64,13 @@ class RequestState:
             name: of the layer.
             layer: vLLM's attention layer.
             impl: the attention implementation of the layer.
-            prompt: the blocks of the prompt.
+            prompt: the blocks of the prompt, without the tokens that the request protects.
             rule: says which tokens are kept.
         """
         if name in self.moved:
             return
+        # The device has marks of one request for one layer at a time, however many prompts end in a step.
+        prompt = replace(prompt, protected=self.protected(prompt.block_table.device))
         window = self.windows.pop(name, None)
         if window is None:
             nobody = torch.empty(0, layer.num_heads, layer.head_size, device=prompt.block_table.device)
@@ -242,8 +247,7 @@ class StepCompaction:
     def _blocks(self, request: RequestState, block_table: torch.Tensor) -> PromptBlocks:
         """Returns the blocks of a prompt, and the blocks that its kept tokens move into."""
         left_out = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
-        protected = request.protected(block_table.device)
-        return PromptBlocks(block_table, request.prompt_tokens, left_out.stop, protected)
+        return PromptBlocks(block_table, request.prompt_tokens, left_out.stop)
 
     def _move(self, request: RequestState, prompt: PromptBlocks) -> None:
         """Moves the kept tokens of layers that have not moved them. A replayed graph, which may compute the prompt's
@@ -251,7 +255,7 @@ class StepCompaction:
         assert self.rule is not None
         for name, layer in self.layers.items():
             request.move(name, layer, layer.impl, prompt, self.rule)
-        request.is_whole = False
+        request.is_whole, request.marks = False, None
 
     def _write(self, common: CommonAttentionMetadata, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the shortened tables and lengths to the buffers; returns the rows of the step."""

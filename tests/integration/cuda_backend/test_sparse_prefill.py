@@ -275,12 +275,19 @@ SCRATCH = {
         {"routing": {"threshold": 0.5, "accept": "uncalibrated"}},
         lambda: (3 * REQUESTS * HEADS * 64 * GROUP * (SIZE + 2) * 4, 0),
     ),
-    "snapkv, evicting": (evicting("snapkv"), lambda: (3 * VOTES * LAYERS, REQUESTS * 32 * HEADS * GROUP * SIZE * 2)),
+    "snapkv, evicting": (
+        evicting("snapkv"),
+        lambda: (3 * VOTES * LAYERS, REQUESTS * HEADS * (32 * GROUP * SIZE * 2 + 1024 + 128)),
+    ),
     "h2o, evicting": (
         evicting("h2o", budget_tokens=512),
-        lambda: (3 * VOTES * LAYERS, VOTES + REQUESTS * (RING * HEADS * GROUP * SIZE * 2 + 4 * HEADS * (512 + 128))),
+        lambda: (3 * VOTES * LAYERS, VOTES + REQUESTS * HEADS * (RING * GROUP * SIZE * 2 + 5 * (512 + 128))),
     ),
-    "r_kv, evicting": (evicting("r_kv"), lambda: (6 * VOTES * LAYERS, REQUESTS * 8 * HEADS * GROUP * SIZE * 2)),
+    "r_kv, evicting": (
+        evicting("r_kv"),
+        lambda: (12 * VOTES * LAYERS, REQUESTS * HEADS * (8 * GROUP * SIZE * 2 + 1024 + 128)),
+    ),
+    "random, evicting": (evicting("random"), lambda: (12 * VOTES * LAYERS, REQUESTS * HEADS * 5 * (1024 + 128))),
     "dense": ({}, lambda: (0, 0)),
 }
 """Settings of presets, and the bytes that a layer takes while it runs, and all the time."""

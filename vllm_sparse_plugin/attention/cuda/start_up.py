@@ -119,11 +119,13 @@ def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int)
     rule = compaction.rule()
     assert rule is not None
     lasting += size.requests * compaction.query_bytes(1, impl.num_heads, impl.head_size, itemsize)
-    if rule.carries_votes:
-        budget = compaction.budget_tokens or math.ceil((compaction.budget_ratio or 0) * size.longest_context)
-        lasting += 4 * impl.num_kv_heads * size.requests * (budget + (compaction.retention().every or 0))
-    # Layers evict together. Votes, their order, marks of protected tokens; with redundancy, that and the mix.
-    of_layer = (3 if rule.importance_share is None else 6) * numbers
+    # Votes that requests carry, and marks of the tokens that they protect.
+    budget = compaction.budget_tokens or math.ceil((compaction.budget_ratio or 0) * size.longest_context)
+    held = budget + (compaction.retention().every or 0)
+    lasting += ((4 if rule.carries_votes else 0) + 1) * impl.num_kv_heads * size.requests * held
+    # Layers evict together. Votes, their order, marks of protected tokens; hashes and redundancy take 64-bit numbers.
+    votes_alone = rule.random_seed is None and rule.importance_share is None
+    of_layer = (3 if votes_alone else 12) * numbers
     return of_layer * size.num_layers, lasting
 
 
