@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +34,10 @@ def engine_config(backend: str | None, settings: dict | None = None) -> SimpleNa
         speculative_config=None,
         additional_config={"sparse_attention": settings or {}},
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), get_num_layers=lambda parallel_config: 32
+            hf_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(),
+            get_num_layers=lambda parallel_config: 32,
+            has_noops=False,
         ),
         parallel_config=None,
     )
@@ -404,6 +408,9 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
         def __init__(self):
             self.req_states = SimpleNamespace(index_to_req_id={}, req_id_to_index={})
 
+            self.model_state = SimpleNamespace(prepare_attn=lambda batch, build: build())
+            self.vllm_config = None
+
         def initialize_kv_cache(self):
             pass
 
@@ -440,6 +447,15 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     add([3, 1, 0], a={"args": dense}, b={"args": None}, c=None)
     assert arguments(1, 3, 0, 7) == [{}, dense, {}, {}]
     # A draft's batch does not name its requests.
+    assert arguments(None) == []
+    with pytest.raises(RuntimeError, match="does not name its requests"):
+        rows.of_step(SimpleNamespace(req_idx=None))
+    # Neither does a step of a model with state-space layers, but its runner knows them.
+    monkeypatch.setattr(compat.runners, "_current_config_of", lambda runner: nullcontext())
+    for _ in range(2):
+        runner.initialize_kv_cache()
+    step = SimpleNamespace(idx_mapping_np=np.array([1, 3]))
+    assert runner.model_state.prepare_attn(step, lambda: arguments(None)) == [{}, dense]
     assert arguments(None) == []
     runner.remove("a")
     add([3], d={"args": None})

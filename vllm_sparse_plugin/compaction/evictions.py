@@ -139,7 +139,7 @@ class StepEvictions(StepCompaction):
         left_out, starts = [0] * common.num_reqs, common.query_start_loc_cpu.tolist()
         places = np.full(starts[-1], -1, dtype=np.int32)
         self.observed = []
-        rows = self.rows.of(common)[: common.num_reqs]
+        rows = self.rows.of_step(common)[: common.num_reqs]
         for name in [name for name in self._held if not self.rows.runs(name)]:
             del self._held[name]
         for index, row in enumerate(rows):

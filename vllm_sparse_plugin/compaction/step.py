@@ -177,7 +177,7 @@ class StepCompaction:
         """Returns the number of blocks that each row does not read."""
         left_out = [0] * common.num_reqs
         self.observed = []
-        rows = self.rows.of(common)[: common.num_reqs]
+        rows = self.rows.of_step(common)[: common.num_reqs]
         for index, row in enumerate(rows):
             if row is None or not query_lens[index]:
                 continue

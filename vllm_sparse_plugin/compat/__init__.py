@@ -24,6 +24,7 @@ from vllm_sparse_plugin.compat.runners import (
     hook_speculators,
     mend_kernel_overrides,
     mend_rejection_sampling,
+    requests_of_step,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "mend_kernel_overrides",
     "mend_rejection_sampling",
     "register_backend_names",
+    "requests_of_step",
     "run_vllm_cli",
     "untested_vllm",
 ]

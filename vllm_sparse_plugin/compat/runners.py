@@ -7,17 +7,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 from vllm_sparse_plugin.compat.engine import HOOKED, drafts_for_itself
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from vllm.config import VllmConfig
 
     from vllm_sparse_plugin.metrics.sampling import Lengths
 
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners. The CPU's runner derives from the first."""
+_steps: WeakKeyDictionary[Any, NDArray[np.int32]] = WeakKeyDictionary()
+"""What `requests_of_step` returns, by runner."""
 
 
 def hook_model_runners(
@@ -30,12 +35,13 @@ def hook_model_runners(
 ) -> None:
     """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
     cache specifications of layers, before each step chooses a CUDA graph, and when requests end or are preempted.
-    The second runner also calls back for new requests.
+    The second runner also calls back for new requests, and `requests_of_step` knows its requests.
 
     Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
-    for plugins. A full CUDA graph calls no layer, so a measured step must run like a step with prompts: with piecewise
-    graphs or without graphs. Data-parallel engines agree on this as for such steps.
+    for plugins, and does not name the requests of a step to models with state-space layers. A full CUDA graph calls no
+    layer, so a measured step must run like a step with prompts: with piecewise graphs or without graphs. Data-parallel
+    engines agree on this as for such steps.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
     a backend can request a step without its full graph.
 
@@ -66,6 +72,11 @@ def hook_model_runners(
             determine = _mixing_determined(runner._determine_batch_execution_and_padding, begin_step)
             setattr(runner, "_determine_batch_execution_and_padding", determine)  # noqa: B010
         setattr(runner, HOOKED, True)
+
+
+def requests_of_step(runner: Any) -> NDArray[np.int32] | None:
+    """Returns the numbers of the requests whose metadata the second runner builds, in order; None outside of it."""
+    return _steps.get(runner)
 
 
 def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
@@ -204,10 +215,30 @@ def _showing(
 ) -> Callable[..., Any]:
     @functools.wraps(initialize_kv_cache)
     def initialize(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(runner, "model_state"):
+            _note_requests(runner)
         with building(runner), _current_config_of(runner):
             return initialize_kv_cache(runner, *args, **kwargs)
 
     return initialize
+
+
+def _note_requests(runner: Any) -> None:
+    """Lets `requests_of_step` know the requests of each step of the second runner."""
+    prepare, building = runner.model_state.prepare_attn, ref(runner)
+    if getattr(prepare, HOOKED, False):
+        return
+
+    @functools.wraps(prepare)
+    def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        _steps[building()] = input_batch.idx_mapping_np
+        try:
+            return prepare(input_batch, *args, **kwargs)
+        finally:
+            del _steps[building()]
+
+    setattr(prepare_attn, HOOKED, True)
+    runner.model_state.prepare_attn = prepare_attn
 
 
 def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
@@ -39,7 +40,7 @@ class BatchRows:
         if runner is None:
             return []
         if hasattr(runner, "req_states"):
-            states, index = runner.req_states, common.req_idx
+            states, index = runner.req_states, _numbers_of(runner, common)
             if index is None:
                 return []
             ids = [states.index_to_req_id.get(int(request)) for request in index]
@@ -50,6 +51,18 @@ class BatchRows:
             lengths = batch.num_prompt_tokens[: batch.num_reqs].tolist()
         return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
 
+    def of_step(self, common: CommonAttentionMetadata) -> list[Row | None]:
+        """Returns the same for a caller that must know each request.
+
+        Raises:
+            RuntimeError: the step does not name its requests. The scheduler frees their blocks, so the worker would
+                read blocks of others.
+        """
+        runner = self._runner()
+        if hasattr(runner, "req_states") and _numbers_of(runner, common) is None:
+            raise RuntimeError("a step of vLLM's model runner does not name its requests")
+        return self.of(common)
+
     def arguments(self, common: CommonAttentionMetadata) -> list[Mapping[str, Any]]:
         """Returns `extra_args` of each request of a step, in order; an empty mapping for a row without a request, as in
         a dummy run. Padding rows may be missing."""
@@ -57,7 +70,7 @@ class BatchRows:
         if runner is None:
             return []
         if hasattr(runner, "req_states"):
-            index = common.req_idx
+            index = _numbers_of(runner, common)
             if not _noted.get(runner) or index is None:
                 return []
             names = runner.req_states.index_to_req_id
@@ -87,6 +100,11 @@ class BatchRows:
     def runs(self, request_id: str) -> bool:
         """Returns whether a request has ended neither in full nor by a preemption. It may wait in this step."""
         return self.knows(request_id) and request_id not in _preempted.get(self._runner(), ())
+
+
+def _numbers_of(runner: Any, common: CommonAttentionMetadata) -> Any:
+    """Returns the numbers of a step's requests in the newer model runner, in order; None for a batch of drafts."""
+    return compat.requests_of_step(runner) if common.req_idx is None else common.req_idx
 
 
 _building: ContextVar[BatchRows | None] = ContextVar("building", default=None)
