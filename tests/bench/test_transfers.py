@@ -83,7 +83,7 @@ def test_nothing_lost_is_no_fault(monkeypatch):
     assert faults == []
     assert row["beside_hang_ups"] == {"answers": 4, "parted": 0, "too_far": 0, "logprob_error": 0.0}
     assert row["leaked_blocks"] == {"prefill": 0, "decode": 0}
-    assert (row["expired"], row["read_after_expiry"]) == (2, 0)
+    assert (row["expired"], row["unexpected_notifications"]) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,11 @@ HANG_UPS = "in prefill", "between", "while blocks move", "after a token"
 ANSWER = "answer"
 _LENT = {
     "expired": "vllm:nixl_num_kv_expired_reqs_total",
-    "read_after_expiry": "vllm:nixl_num_notifications_after_expiry_total",
+    "unexpected_notifications": "vllm:nixl_num_notifications_after_expiry_total",
 }
-"""Requests whose blocks were not read in time, by column. vLLM may give blocks to others while they are read late."""
+"""Metrics of the first server by column: requests whose blocks nobody read in time, and messages of the second server
+about requests that have ended. vLLM names blocks that were read too late, but a request that is left while its blocks
+move sends two messages."""
 _PATIENCE = (0.0, 0.02, 0.1, 0.4)
 """Seconds after which clients leave that have sent their request, in turn."""
 
