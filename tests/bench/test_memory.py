@@ -123,18 +123,22 @@ def test_each_variant_has_a_process_and_one_that_ends_is_a_row(tmp_path, monkeyp
     output, asked = tmp_path / "rows", []
 
     def run_python(module, arguments, seconds, log):
-        asked.append(arguments[arguments.index("--variant") + 1])
         log.write_text("its log")
-        if asked[-1] == "h2o":
+        if "h2o" in arguments:
             return 1
-        with command.ResultFile(output) as file:
-            file.write({"variant": asked[-1], "faults": []})
+        app(arguments, standalone_mode=False)
         return 0
 
+    def ask(*given):
+        asked.append(given[1:])
+        return {"faults": []}
+
+    monkeypatch.setattr(command, "ask", ask)
     monkeypatch.setattr(command, "describe_gpu", lambda: {"gpu": "one"})
     monkeypatch.setattr(command, "run_python", run_python)
     assert run(output, "--variant", "unique", "--variant", "h2o") == 3
-    assert read_run(output).rows == [
-        {"variant": "unique", "faults": []}, {"variant": "h2o", "faults": ["its process ended with 1"]}
-    ]  # fmt: skip
+    first, second = read_run(output).rows
+    about = {"variant": "unique", "context_tokens": 131072, "requests": 6, "utilization": 0.97}
+    assert (first, asked) == (about | {"faults": []}, [(Variant.parse("unique"), 131072, 6, 0.97)])
+    assert second == {"variant": "h2o", "faults": ["its process ended with 1"]}
     assert run(output, "--variant", "unique") == 0
