@@ -9,7 +9,6 @@ from typing import NamedTuple
 from bench.common.options import size_text
 from bench.common.results import RESULTS, Row, read_run
 from bench.pages import compaction, kernels, offload, prefill, quality, real, serving, sinks
-from vllm_sparse_plugin.tools.eval.report import mean_shares
 from vllm_sparse_plugin.tools.eval.results import read_results
 
 _H200, _CPU = RESULTS / "h200", RESULTS / "cpu-2core"
@@ -23,6 +22,9 @@ _TEXT_TOKENS = 7680
 _LEVEL = 0.8
 """Weight on the first token in SinkRouter's table."""
 _NEWEST_FIRST = "newest first"
+_MODELS = {"smollm2-135m": "S", "needle-8m": "N"}
+_STOPPED = real.Arm(real.DENSE, order="newest"), real.Arm("snapkv", "0.2"), real.Arm("snapkv", "0.2", "votes")
+"""ART alone, SnapKV, and both."""
 
 
 class Found(NamedTuple):
@@ -236,17 +238,19 @@ def skipped_sinks() -> Found:
 
 
 def stopped_answers() -> Found:
-    """Needles answered under ART, and the share that was read."""
-    path = _CPU / "art" / "needle-8m.jsonl"
-    file = read_results(path)
-    shares = mean_shares(list(file.results.values()), "kv_read_share").values()
-    return Found(f"N, 16K: {_right(path)}, up to {max(shares):.0%} read", [path])
+    """RULER scores over those of dense attention: ART alone, SnapKV, and both."""
+    alone, base, both = (f"{real.art_answered(arm).value:.2f}" for arm in _STOPPED)
+    model = _MODELS[read_run(real.ART_ANSWERS).about["model"]]
+    return Found(f"{model}: {alone} of dense; `snapkv` {base}, with ART {both}", [real.ART_ANSWERS])
 
 
-def stopped_needles() -> Found:
-    """Needles answered with the published tolerances, under dense attention and UNIQUE."""
-    cells = (_stopped(order, "whole, 1e-05")[0] for order in (_NEWEST_FIRST, "unique, best first"))
-    return Found(f"N: {'; `unique` '.join(cells)}", [_TERMINATION])
+def stopped_texts() -> Found:
+    """Next tokens that change beyond noise under the preset `art`, and the share of the keys that it reads."""
+    paths = [real.SERVED_BACKENDS, real.SERVED_GEMMA]
+    changed, read = (
+        ", ".join(f"{value:.1%}" for value in values) for values in zip(*map(real.preset_art, paths), strict=True)
+    )
+    return Found(f"S, Gemma: {changed} of next tokens change, {read} read", paths)
 
 
 def ablation() -> Found:

@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.tools.eval.report import mean_shares
 from vllm_sparse_plugin.tools.eval.results import read_results
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
 
@@ -157,24 +156,6 @@ def trained_served() -> Block:
             lines.append([where, name, right, gap])
         sources += paths
     return Block(table(["served on", "model", "right", "minus the first row of the machine, paired"], lines), sources)
-
-
-def stopped_answers() -> Block:
-    """Needles decoded from the question under `art`, at long contexts, with the share of the KV cache read."""
-    paths = sorted((_CPU / "art").glob("*.jsonl"))
-    rows = []
-    for path in paths:
-        file = read_results(path)
-        shares = mean_shares(list(file.results.values()), "kv_read_share")
-        for place, share in shares.items():
-            task, context = place
-            answers = [r for r in file.results.values() if (r.task, r.context_tokens) == place]
-            if not answers:  # all tasks together
-                continue
-            right = f"{sum(r.score for r in answers):.0f}/{len(answers)}"
-            rows.append([file.settings["model"], f"{context:,}", task, right, f"{share:.1%}"])
-    headings = ["model", "context", "task", "right", "KV cache read"]
-    return Block(table(headings, rows), paths)
 
 
 def calibrated() -> Block:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 from bench.pages.serving import read_steps
+from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
 _REAL = RESULTS / "h200" / "real"
@@ -17,9 +19,11 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
 )
 """Served text, each file with dense attention in other batches."""
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
+ART_ANSWERS, ART_TEXTS = (RESULTS / "cpu-2core" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
+"""ART alone and over eviction: `bench.quality ruler` and `served`."""
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
-_NOISE, _DENSE = "noise", "dense"
+_NOISE, DENSE = "noise", "dense"
 """Arms: dense attention in float32, and dense attention."""
 _DECODED = 128
 """Tokens of a text that are decoded."""
@@ -90,6 +94,13 @@ PLANS = {
     "unique-2048-placed10": ("2,048", "10 of 30, placed, heads paired", "every3_heads"),
 }
 """Served settings: budget, anchors, and the file with the times of as many anchors."""
+_INTERVAL = "64"
+"""Tokens of a test interval of most arms."""
+_TAU = float(Stopping.model_fields["scale_tolerance"].default)
+_IN_SHORT = (_TAU, 1e-3)
+"""Tolerances in the short table of ART."""
+_SMALL = ("0.2", None), ("0.2", "votes")
+"""Kept shares and orders of reading in the short table of ART."""
 
 
 def decode() -> Block:
@@ -151,7 +162,7 @@ def _answer_rows() -> list[Row]:
 
 
 def _kept_answers(rows: Sequence[Row], arm: str) -> Estimate:
-    dense = {row["name"]: row["score"] for row in rows if row["arm"] == _DENSE}
+    dense = {row["name"]: row["score"] for row in rows if row["arm"] == DENSE}
     found = [row for row in rows if row["arm"] == arm]
     return estimate_ratio([row["score"] for row in found], [dense[row["name"]] for row in found])
 
@@ -258,7 +269,7 @@ def in_short() -> Block:
     asked, decoded = _rows(RULER), _rows(SERVED_UNIQUE)
     scores = []
     for context in sorted({row["context_tokens"] for row in asked}):
-        found = [ruler_score(asked, setting, context) for setting in ("unique", _DENSE)]
+        found = [ruler_score(asked, setting, context) for setting in ("unique", DENSE)]
         means = [f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in found]
         scores.append(f"{means[0]} at {context:,} tokens (dense: {means[1]})")
     more = _excess(_agreements(decoded, _AGAIN), _agreements(decoded, "unique-1024"))
@@ -287,10 +298,10 @@ def ruler() -> Block:
     rows = _rows(RULER)
     contexts = sorted({row["context_tokens"] for row in rows})
     tasks = dict.fromkeys(row["task"] for row in rows)
-    answered = [task for task in tasks if ruler_score(rows, _DENSE, contexts[0], task).value >= _ANSWERED]
+    answered = [task for task in tasks if ruler_score(rows, DENSE, contexts[0], task).value >= _ANSWERED]
     lines = []
     for task in [*answered, None]:
-        means = (ruler_score(rows, setting, context, task) for context in contexts for setting in (_DENSE, "unique"))
+        means = (ruler_score(rows, setting, context, task) for context in contexts for setting in (DENSE, "unique"))
         cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
         lines.append([f"`{task}`" if task else f"all {len(tasks)} tasks", *cells])
     headings = [f"{context:,}, {setting}" for context in contexts for setting in ("dense", "`unique`")]
@@ -312,10 +323,108 @@ def ruler_policies() -> Block:
     return Block(table(["backend", "tokens", *(f"{context:,}" for context in contexts)], lines), files)
 
 
+class Arm(NamedTuple):
+    """What a setting of `bench.quality` keeps, and how it reads it."""
+
+    backend: str
+    kept: str = ""
+    """Share of a prompt that is kept, as the setting gives it."""
+    order: str | None = None
+    """What decode steps read first; None if they never stop."""
+    tau: float = _TAU
+    interval: str = _INTERVAL
+    """Tokens between two stop tests."""
+
+    @classmethod
+    def of(cls, setting: str) -> Arm:
+        """The arm of a setting's name. Dense attention may stop, too: the backend `art`."""
+        backend, *fields = setting.split("+")
+        values = dict(field.split("=", 1) for field in fields)
+        stops = backend == "art" or any(name.startswith("stopping.") for name in values)
+        return cls(
+            DENSE if backend in ("art", _AGAIN) else backend,
+            values.get("compaction.budget_ratio", ""),
+            values.get("stopping.dense_order", "newest") if stops else None,
+            float(values.get("stopping.scale_tolerance", _TAU)),
+            values.get("stopping.block_tokens", "auto") if stops else _INTERVAL,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name in a table, behind that of the cache."""
+        if self.order is None:
+            return f"`{self.backend}`"
+        details = [
+            *(["preset"] if self.interval != _INTERVAL else []),
+            *([f"by {self.order}"] if self.order != "newest" else []),
+            *([f"tau {self.tau:g}"] if self.tau != _TAU else []),
+        ]
+        return ", ".join(["`art`" if self.backend == DENSE else "and `art`", *details])
+
+
+def art() -> Block:
+    """ART alone and over a small cache in its better order: keys read, RULER scores, and next tokens that change."""
+    return _stopped(
+        lambda arm: arm.tau in _IN_SHORT if arm.backend == DENSE else arm[1:3] in _SMALL and arm.tau == _TAU
+    )
+
+
+def art_in_full() -> Block:
+    """The same for every arm."""
+    return _stopped(lambda arm: True)
+
+
+def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
+    rows = {path: _rows(path) for path in (ART_ANSWERS, ART_TEXTS)}
+    arms = dict.fromkeys(filter(is_shown, (Arm.of(row["setting"]) for path in rows for row in rows[path])))
+    caches = dict.fromkeys(arm[:2] for arm in arms)
+    lines = []
+    for arm in (arm for cache in caches for arm in arms if arm[:2] == cache):
+        answers, texts = (_of_arm(of_file, arm) for of_file in rows.values())
+        shares = (
+            f"{_mean(row[name] for row in texts or answers):.1%}" for name in ("key_kept_share", "key_read_share")
+        )
+        if arm == Arm(DENSE):
+            noise = 1 - _mean(row["agreement"] for row in texts)
+            cells = [f"score {_mean(row['score'] for row in answers):.3f}", f"noise {noise:.1%}"]
+        else:
+            cells = [
+                _interval(art_answered(arm)) if answers else "",
+                _percent(_art_changed(rows[ART_TEXTS], arm)) if texts else "",
+            ]
+        lines.append([arm.name, *shares, *cells])
+    headings = ["cache and order", "keys kept", "keys read", "RULER over dense", "next tokens changed"]
+    return Block(table(headings, lines), [ART_ANSWERS, ART_TEXTS])
+
+
+def art_answered(arm: Arm) -> Estimate:
+    """The RULER score of an arm over that of dense attention."""
+    dense, found = (
+        {row["id"]: row["score"] for row in _of_arm(_rows(ART_ANSWERS), each)} for each in (Arm(DENSE), arm)
+    )
+    return estimate_ratio(list(found.values()), [dense[item] for item in found])
+
+
+def _art_changed(rows: Sequence[Row], arm: Arm) -> Estimate:
+    """The share of next tokens that an arm changes beyond noise."""
+    noise, found = ({row["id"]: row["agreement"] for row in _of_arm(rows, each)} for each in (Arm(DENSE), arm))
+    return _estimate_excess(noise, found)
+
+
+def preset_art(path: Path) -> tuple[float, float]:
+    """The share of next tokens that the preset `art` changes beyond noise, and the share of the keys that it reads."""
+    rows, arm = _rows(path), Arm.of("art")
+    return _art_changed(rows, arm).value, _mean(row["key_read_share"] for row in _of_arm(rows, arm))
+
+
+def _of_arm(rows: Sequence[Row], arm: Arm) -> list[Row]:
+    return [row for row in rows if Arm.of(row["setting"]) == arm]
+
+
 def _named(setting: str) -> list[str]:
     """The backend of a setting and the tokens that it reads or keeps, in a table."""
     backend, _, tokens = setting.partition("-")
-    return [f"`{backend}`", f"{int(tokens):,}" if tokens else "all" if setting == _DENSE else "preset"]
+    return [f"`{backend}`", f"{int(tokens):,}" if tokens else "all" if setting == DENSE else "preset"]
 
 
 def _agreements(rows: Sequence[Row], setting: str) -> dict[str, float]:
@@ -342,8 +451,7 @@ def changed(setting: str) -> Estimate:
 
 def _excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> str:
     """The share of next tokens that change beyond noise, with its interval; agreements by text."""
-    more = _estimate_excess(noise, kept)
-    return f"{more.value:.1%} [{more.low:.1%}, {more.high:.1%}]"
+    return _percent(_estimate_excess(noise, kept))
 
 
 def _estimate_excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> Estimate:
@@ -354,6 +462,10 @@ def _over_noise(rows: Sequence[Row], found: Sequence[Row]) -> Estimate:
     """Agreements over those of dense attention in float32."""
     noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
     return estimate_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found])
+
+
+def _percent(share: Estimate) -> str:
+    return f"{share.value:.1%} [{share.low:.1%}, {share.high:.1%}]"
 
 
 def _interval(share: Estimate) -> str:

@@ -1,6 +1,7 @@
 """Tables and figures of the generated pages."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,47 @@ def test_ruler_scores_of_several_files_are_one_table(tmp_path, monkeypatch):
     assert [line.partition(" [")[0] for line in block.text.splitlines()[2:]] == [
         "| `dense` | all | 1.00", "| `unique` | preset | 0.75", "| `snapkv` | 2,048 | 0.50",
     ]  # fmt: skip
+
+
+def _art_rows(measure: str, dense: str, base: float) -> list[dict]:
+    """Two items for dense attention, and for ART alone and over eviction."""
+    stops, loose = "+stopping.block_tokens=64", "+stopping.scale_tolerance=1e-3"
+    kept = "snapkv+compaction.budget_ratio=0.2"
+    settings = {
+        dense: (base, 1.0, 1.0),
+        "art": (base, 0.96, 1.0),
+        kept: (base / 2, 0.25, 0.25),
+        f"{kept}{stops}": (base / 2, 0.2, 0.25),
+        f"{kept}{stops}+stopping.dense_order=votes": (base / 4, 0.125, 0.25),
+        f"art{stops}{loose}": (base / 2, 0.5, 1.0),
+    }
+    return [
+        {"setting": setting, "id": item, measure: value, "key_read_share": read, "key_kept_share": kept}
+        for setting, (value, read, kept) in settings.items()
+        for item in "ab"
+    ]
+
+
+def test_art_is_a_row_for_each_cache_order_and_tolerance(tmp_path, monkeypatch):
+    other = {"setting": "pyramidkv+compaction.budget_ratio=0.2", "id": "a", "agreement": 0.96}
+    texts = [*_art_rows("agreement", "dense-again", 0.96), other | {"key_read_share": 0.5, "key_kept_share": 0.5}]
+    monkeypatch.setattr(real, "ART_ANSWERS", write_run(tmp_path / "answers.jsonl", *_art_rows("score", "dense", 0.5)))
+    monkeypatch.setattr(real, "ART_TEXTS", write_run(tmp_path / "texts.jsonl", *texts))
+    block = real.art_in_full()
+    lines = [line.removesuffix(" |").removeprefix("| ").split(" | ") for line in block.text.splitlines()[2:]]
+    assert [[re.sub(r" \[.*\]", "", cell) for cell in line] for line in lines] == [
+        ["`dense`", "100.0%", "100.0%", "score 0.500", "noise 4.0%"],
+        ["`art`, preset", "100.0%", "96.0%", "1.00", "0.0%"],
+        ["`art`, tau 0.001", "100.0%", "50.0%", "0.50", "48.0%"],
+        ["`snapkv`", "25.0%", "25.0%", "0.50", "48.0%"],
+        ["and `art`", "25.0%", "20.0%", "0.50", "48.0%"],
+        ["and `art`, by votes", "25.0%", "12.5%", "0.25", "72.0%"],
+        ["`pyramidkv`", "50.0%", "50.0%", "", "0.0%"],
+    ]
+    assert block.sources == [tmp_path / "answers.jsonl", tmp_path / "texts.jsonl"]
+    in_short = block.text.splitlines()
+    in_short.remove(next(line for line in in_short if line.startswith("| and `art` |")))
+    assert real.art().text.splitlines() == in_short
 
 
 @pytest.fixture
