@@ -393,7 +393,8 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
                 _percent(_art_changed(rows[ART_TEXTS], arm)) if texts else "",
             ]
         lines.append([arm.name, *shares, *cells])
-    headings = ["cache and order", "keys kept", "keys read", "RULER over dense", "next tokens changed"]
+    model = read_run(ART_ANSWERS).about["model"]
+    headings = [model, "keys kept", "keys read", "RULER over dense", "next tokens changed"]
     return Block(table(headings, lines), [ART_ANSWERS, ART_TEXTS])
 
 

@@ -384,6 +384,7 @@ def test_art_is_a_row_for_each_cache_order_and_tolerance(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "ART_ANSWERS", write_run(tmp_path / "answers.jsonl", *_art_rows("score", "dense", 0.5)))
     monkeypatch.setattr(real, "ART_TEXTS", write_run(tmp_path / "texts.jsonl", *texts))
     block = real.art_in_full()
+    assert block.text.startswith(f"| {ABOUT['model']} | keys kept |")
     lines = [line.removesuffix(" |").removeprefix("| ").split(" | ") for line in block.text.splitlines()[2:]]
     assert [[re.sub(r" \[.*\]", "", cell) for cell in line] for line in lines] == [
         ["`dense`", "100.0%", "100.0%", "score 0.500", "noise 4.0%"],
