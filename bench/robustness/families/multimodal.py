@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 
 from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continuation, logprob_error
 from bench.common.models import NEEDLE_8M
 from bench.robustness.families.engines import engine
 from bench.robustness.families.referee import watch
-from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS, Way
+from bench.robustness.families.table import AUDIO, BUDGET, IMAGES, NEW_TOKENS, SMALL, WAYS, Way
 
 _FEW, _MANY = 1, 12
 """Numbers of images or sounds in a message that fits the budget, and in one that does not."""
@@ -29,6 +33,10 @@ _CHAT_TEMPLATE = (
     "{% endfor %}{% endfor %}"
 )
 _SAMPLE_RATE = 16_000
+_PLACEHOLDERS = "image_token_id", "audio_token_index"
+"""Fields of a configuration with the id of the tokens that stand for an image or a sound."""
+_ZIPVL = Way("zipvl", {"prefill": {"tau": 0.5, "min_context_tokens": BUDGET + 1}}, judged=False)
+"""Prompts read important tokens, and decode steps are dense."""
 
 
 def _tokenizer(special_tokens: list[str]) -> Any:
@@ -120,8 +128,8 @@ MODALITIES: Mapping[str, tuple[str, Callable[[Path], None], Callable[[np.random.
 """vLLM's name of a modality, the function that writes its model, and the function that makes a part of a message."""
 
 
-def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
-    """A model's greedy answers to few and to many images or sounds, one message after the other.
+def ask(name: str, folder: Path, **arguments: Any) -> list[Any]:
+    """vLLM's greedy outputs for few and for many images or sounds, one message after the other.
 
     Args:
         name: of `MODALITIES`.
@@ -136,33 +144,70 @@ def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
     parts = [make_part(generator) for _ in range(_MANY)]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True, detokenize=False)
     limits = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {modality: _MANY}, "mm_processor_cache_gb": 0}
-    answers = []
+    outputs = []
     with engine(folder, **limits, **arguments) as llm:
         for count in (_FEW, _MANY):
             content: Any = [*parts[:count], {"type": "text", "text": _QUESTION}]
             messages: Any = [{"role": "user", "content": content}]
-            done = llm.chat(messages, sampling, use_tqdm=False, chat_template_content_format="openai")[0]
-            answers.append(continuation(done))
-    return answers
+            outputs += llm.chat(messages, sampling, use_tqdm=False, chat_template_content_format="openai")
+    return outputs
+
+
+@contextmanager
+def watch_kept_tokens() -> Iterator[list[torch.Tensor]]:
+    """Yields the important tokens of each prompt and layer in this process under zipvl: `[context]` bool each."""
+    from vllm_sparse_plugin.attention import prefill
+
+    module: Any = prefill  # it does not export what it imports
+    attend, found = module.token_prefill, list[torch.Tensor]()
+
+    def watched(batch: Any, *rest: Any, **named: Any) -> Any:
+        kept = attend(batch, *rest, **named)
+        found.extend(mask[:length].cpu() for mask, length in zip(kept.mask, batch.seq_lens.tolist(), strict=True))
+        return kept
+
+    with mock.patch.object(module, "token_prefill", watched):
+        yield found
+
+
+def kept_by_modality(kept: Sequence[torch.Tensor], tokens: Sequence[int], folder: Path) -> dict[str, float]:
+    """The share of important tokens among those of text and among those of images or sounds, over all layers.
+
+    Args:
+        kept: results of `watch_kept_tokens`. Those of other contexts do not count.
+        tokens: the prompt, with a token for each part of an image or a sound.
+        folder: of the model, whose configuration names this token.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    placeholders = {config[field] for field in _PLACEHOLDERS if field in config}
+    is_text = torch.tensor([token not in placeholders for token in tokens])
+    layers = torch.stack([mask for mask in kept if len(mask) == len(tokens)]).float()
+    return {"text": float(layers[:, is_text].mean()), "other": float(layers[:, ~is_text].mean())}
 
 
 def faults_of(name: str) -> Iterator[str]:
-    """The faults of images or audio under `unique` and `snapkv`, compared with dense attention and the reference."""
+    """The faults of images or audio under `unique`, `snapkv` and `zipvl`, compared with dense attention and the
+    reference."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
-        dense = answer(name, Path(folder))
+        dense = list(map(continuation, ask(name, Path(folder))))
         if dense[0].logprobs == dense[1].logprobs:
             yield "more images or sounds change nothing"
-        for way in ("unique", "snapkv"):
-            yield from (f"{way}: {fault}" for fault in _faults_under(WAYS[way], dense, name, Path(folder)))
+        for label, way in {"unique": WAYS["unique"], "snapkv": WAYS["snapkv"], "zipvl": _ZIPVL}.items():
+            yield from (f"{label}: {fault}" for fault in _faults_under(way, dense, name, Path(folder)))
 
 
 def _faults_under(way: Way, dense: Sequence[Continuation], name: str, folder: Path) -> Iterator[str]:
     """The faults of a way to serve images or audio; `dense` are the answers of dense attention."""
     from bench.robustness.families.evictions import watch_evictions
 
-    with watch() as referee, watch_evictions(referee.note) as moves:
-        found = answer(name, folder, **way.arguments)
+    with watch() as referee, watch_evictions(referee.note) as moves, watch_kept_tokens() as kept:
+        outputs = ask(name, folder, **way.arguments)
+    found = list(map(continuation, outputs))
     yield from referee.faults
+    if way is _ZIPVL:
+        for modality, share in kept_by_modality(kept, outputs[1].prompt_token_ids, folder).items():
+            if not 0 < share < 1:
+                yield f"of the tokens of {modality} {share:.0%} are important"
     if (error := logprob_error(dense[0], found[0])) > LOGPROB_TOLERANCE:
         yield f"within the budget log probabilities differ by {error:.3g} from dense attention's"
     if not all(math.isfinite(logprob) for step in found[1].logprobs for logprob in step.values()):
@@ -178,4 +223,4 @@ def _faults_under(way: Way, dense: Sequence[Continuation], name: str, folder: Pa
 def answer_densely(name: str) -> None:
     """Answers with vLLM's own attention; raises vLLM's exception."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
-        answer(name, Path(folder))
+        ask(name, Path(folder))
