@@ -322,6 +322,32 @@ def prefill_taus() -> Found:
     return Found(f"S, `zipvl`: {', '.join(f'{cell:.2f}' for cell in cells)} at .975, .95, .9", [real.PREFILL])
 
 
+def fixed_ratio() -> Found:
+    """Next tokens that stay with adaptive and with fixed numbers of important tokens."""
+    return _important_tokens("adaptive", "fixed")
+
+
+def probe_rows() -> Found:
+    """Next tokens that stay at a fixed share, by the rows that vote."""
+    return _important_tokens("fixed", "newest rows", "random rows")
+
+
+def ranked_tokens() -> Found:
+    """Next tokens that stay at a fixed share, if tokens are ranked by means and by sums."""
+    return _important_tokens("fixed", "ranked by sums")
+
+
+def _important_tokens(*choices: str) -> Found:
+    cells = (f"{real.adaptive_share(real.AS_SERVED, choice):.3f}" for choice in choices)
+    return Found(f"S, `zipvl`: {', '.join(cells)}", real.ADAPTIVE)
+
+
+def ratio_by_layer() -> Found:
+    """The share of important tokens by layer."""
+    layers = real.adaptive_layers()
+    return Found(f"S, `zipvl`: {min(layers):.0%} to {max(layers):.0%}", real.ADAPTIVE)
+
+
 def first_token() -> Found:
     """The time to the first token under ZipVL's prefill, as published and as served."""
     (dense, published), served = map(_first_tokens, ("zipvl_paper", "zipvl"))

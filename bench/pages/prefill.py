@@ -75,16 +75,30 @@ def prefill_gpu() -> Block:
 
 
 def zipvl_gpu() -> Block:
-    """Time to first token with both forms of ZipVL. Each file calls its form `zipvl`, beside dense attention."""
+    """Time to first token with ZipVL, over that of dense attention in the same files.
+
+    Each file of `ZIPVL` calls its form `zipvl`. The others prefill in one chunk, and say what was kept.
+    """
+    one_chunk = sorted(FOLDER.glob("one_chunk*.jsonl"))
+    groups: list[tuple[str | None, list[Path]]] = [(f"`{form}`", [path]) for form, path in ZIPVL.items()]
+    found = [
+        (form, read_times(paths, "first_token", "chunk_tokens", "context_tokens"))
+        for form, paths in (*groups, (None, one_chunk))
+    ]
+    contexts = sorted({context for _, times in found for _, context in times})
     rows = []
-    for form, path in ZIPVL.items():
-        times = read_times([path], "first_token", "context_tokens", "chunk_tokens")
-        for (context, chunk), found in times.items():
-            dense, sparse = (found[name]["seconds_median"] for name in engines(times))
-            ratio = f"{dense / sparse:.2f}x"
-            rows.append([f"`{form}`", f"{context:,}", f"{chunk:,}", f"{dense:.2f}", f"{sparse:.2f}", ratio])
-    heads = ["form", "prompt", "tokens of a step", f"{DENSE}, s", "this form, s", "speed"]
-    return Block(table(heads, rows), list(ZIPVL.values()))
+    for form, times in found:
+        for chunk in sorted({chunk for chunk, _ in times}):
+            of_chunk = {context: each for (size, context), each in times.items() if size == chunk}
+            for name in engines(of_chunk):
+                if name == DENSE:
+                    continue
+                shares = [each[name].get("prefill_density") for each in of_chunk.values() if name in each]
+                kept = "" if shares[-1] is None else f"{shares[-1]:.0%}"
+                cells = (_over_dense(of_chunk.get(context, {}), name) for context in contexts)
+                rows.append([form or name, f"{chunk:,}", kept, *cells])
+    heads = ["form", "tokens of a step", "kept", *(f"{context:,}, s" for context in contexts)]
+    return Block(table(heads, rows), [*ZIPVL.values(), *one_chunk])
 
 
 def _first_tokens(paths: Sequence[Path]) -> str:
@@ -102,10 +116,13 @@ def _first_tokens(paths: Sequence[Path]) -> str:
 
 
 def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> list[str]:
-    dense = found[DENSE]["seconds_median"] if DENSE in found else None
-    cells = []
-    for name in names:
-        seconds = found[name]["seconds_median"] if name in found else None
-        ratio = f" ({dense / seconds:.2f}x)" if seconds and dense and name != DENSE else ""
-        cells.append(f"{seconds:.2f}{ratio}" if seconds else "-")
-    return [prompt, f"{chunk:,}", *cells]
+    return [prompt, f"{chunk:,}", *(_over_dense(found, name) for name in names)]
+
+
+def _over_dense(found: dict[str, Row], name: str) -> str:
+    """The seconds of an engine, and how many times faster than dense attention it is."""
+    if name not in found:
+        return "-"
+    seconds = found[name]["seconds_median"]
+    ratio = f" ({found[DENSE]['seconds_median'] / seconds:.2f}x)" if DENSE in found and name != DENSE else ""
+    return f"{seconds:.2f}{ratio}"

@@ -13,6 +13,8 @@ from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
 _REAL = RESULTS / "h200" / "real"
+ADAPTIVE = sorted(_REAL.glob("adaptive_*.jsonl")) or [RESULTS / "cpu-2core" / "real" / "adaptive.jsonl"]
+"""Adaptive and fixed numbers of important tokens."""
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
 SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
     _REAL / f"served_{name}.jsonl" for name in ("unique", "every", "policies", "backends")
@@ -40,9 +42,11 @@ FORMS = {
     "zipvl": "`zipvl_paper`: tau 0.975",
     "rows": "all tokens attend to important ones",
     "rows_local64": "`zipvl`: and to the newest 64; tau 0.975",
-    "rows_local64_95": "the same, tau 0.95",
     "rows_local64_90": "the same, tau 0.9",
 }
+ADAPTIVE_ARMS = tuple(f"{others}_{tau}" for others in ("attend", "zero") for tau in (0.95, 0.975, 0.99))
+AS_SERVED = "attend_0.975"
+"""The form of backend `zipvl`."""
 RULES = {
     "pool25": "`snapkv`: `pool_tokens` 25",
     "pool13": "`pool_tokens` 13",
@@ -134,6 +138,68 @@ def prefill_share(arm: str) -> Estimate:
 def operations(arm: str) -> float:
     """The operations of attention in a form of ZipVL's prefill, over those of dense prefill."""
     return _mean(row["attention_flops"] for row in _rows(PREFILL) if row["arm"] == arm)
+
+
+def adaptive() -> Block:
+    """ZipVL's important tokens: adaptive numbers beside fixed ones of the same mean, and by layer and kind of text."""
+    lines = []
+    for arm in ADAPTIVE_ARMS:
+        free, fixed = (adaptive_rows(arm, choice) for choice in ("adaptive", "fixed"))
+        if not fixed:
+            continue
+        gain = estimate_excess([row["agreement"] for row in free], [row["agreement"] for row in fixed], _DECODED)
+        kept = (f"{adaptive_share(arm, choice):.3f}" for choice in ("adaptive", "fixed"))
+        right = (f"{adaptive_answers(arm, choice):.2f}" for choice in ("adaptive", "fixed"))
+        others, _, tau = arm.partition("_")
+        lines.append(
+            [f"`{others}`, {tau}", f"{_mean(row['kept'] for row in free):.0%}", *kept,
+             f"{gain.value:.3f} [{gain.low:.3f}, {gain.high:.3f}]", *right]
+        )  # fmt: skip
+    headings = ["`others`, `tau`", "kept", "next tokens, adaptive", "fixed", "gain", "RULER, adaptive", "fixed"]
+    layers, kinds = adaptive_layers(), adaptive_kinds()
+    of_kinds = ", ".join(f"{share:.0%} of {kind}" for kind, share in kinds.items())
+    count = len(adaptive_rows(AS_SERVED, "adaptive"))
+    text = (
+        f"{count} texts and questions. At 0.975, `zipvl` keeps {of_kinds}, and {min(layers):.0%} to {max(layers):.0%} "
+        "by layer."
+    )
+    return Block("\n\n".join([table(headings, lines), wrap(text, "")]), ADAPTIVE)
+
+
+def adaptive_rows(arm: str, choice: str) -> list[Row]:
+    """The rows of an arm of the study and a choice of its tokens."""
+    return [row for path in ADAPTIVE for row in _rows(path) if (row["arm"], row.get("choice")) == (arm, choice)
+            and "kept" in row]  # fmt: skip
+
+
+def adaptive_share(arm: str, choice: str) -> float:
+    """The next tokens of dense attention that stay, over those in float32 if the study has them."""
+    rows = [row for path in ADAPTIVE for row in _rows(path)]
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    found = adaptive_rows(arm, choice)
+    return estimate_ratio([row["agreement"] for row in found], [noise.get(row["text"], 1.0) for row in found]).value
+
+
+def adaptive_answers(arm: str, choice: str) -> float:
+    """The RULER score over that of dense attention."""
+    rows = [row for path in ADAPTIVE for row in _rows(path)]
+    dense = {row["text"]: row["score"] for row in rows if row["arm"] == _DENSE and "score" in row}
+    found = [row for row in adaptive_rows(arm, choice) if "score" in row]
+    return estimate_ratio([row["score"] for row in found], [dense[row["text"]] for row in found]).value
+
+
+def adaptive_layers() -> list[float]:
+    """The share of important tokens of each layer with `zipvl`, the mean of all texts and questions."""
+    return list(map(_mean, zip(*(row["kept_by_layer"] for row in adaptive_rows(AS_SERVED, "adaptive")), strict=True)))
+
+
+def adaptive_kinds() -> dict[str, float]:
+    """The share of important tokens of each kind of text with `zipvl`."""
+    rows = adaptive_rows(AS_SERVED, "adaptive")
+    return {
+        name: _mean(row["kept"] for row in rows if row["kind"] == kind)
+        for kind, name in (("prose", "prose"), ("code", "code"), ("ruler", "RULER"))
+    }
 
 
 def answers() -> Block:

@@ -34,6 +34,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "look-alikes": quality.look_alikes,
     "real-decode": real.decode,
     "real-prefill": real.prefill,
+    "real-adaptive": real.adaptive,
     "real-answers": real.answers,
     "real-routing": real.routing,
     "real-served": real.served,

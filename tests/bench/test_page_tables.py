@@ -107,7 +107,16 @@ def test_published_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone
     write_run(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
     block = prefill.zipvl_gpu()
     assert block.sources == [path]
-    assert block.text.splitlines()[-1] == "| `zipvl_paper` | 131,072 | 8,192 | 10.00 | 12.50 | 0.80x |"
+    assert block.text.splitlines()[-1] == "| `zipvl_paper` | 8,192 |  | 12.50 (0.80x) |"
+    one_chunk = path.with_name("one_chunk.jsonl")
+    sparse = measured_prefill("zipvl", "first_token", 32768, 2.0) | {"prefill_density": 0.424}
+    write_run(one_chunk, measured_prefill("flash_attn", "first_token", 32768, 3.0), sparse)
+    block = prefill.zipvl_gpu()
+    assert block.sources == [path, one_chunk]
+    assert block.text.splitlines()[0] == "| form | tokens of a step | kept | 32,768, s | 131,072, s |"
+    assert block.text.splitlines()[2:] == [
+        "| `zipvl_paper` | 8,192 |  | - | 12.50 (0.80x) |", "| `zipvl` | 8,192 | 42% | 2.00 (1.50x) | - |"
+    ]  # fmt: skip
     assert prefill.prefill_gpu().sources == prefill_results
 
 
@@ -326,6 +335,32 @@ def test_a_storm_says_what_changed_and_what_is_lost(tmp_path, monkeypatch):
     assert block.sources == [path]
     assert block.text.splitlines()[2] == (
         "| a CPU | unique | 32 | 16 | 20 | 1,001 | 1 of 32 | 2 of 1,200 | 8 / 10 | 1.2 | 3 | 0 |"
+    )
+
+
+def test_adaptive_numbers_stand_beside_fixed_ones_of_the_same_mean(tmp_path, monkeypatch):
+    def row(text: str, kind: str, arm: str, choice: str | None, agreement: float, **more: object) -> dict:
+        return {"text": text, "kind": kind, "arm": arm, "choice": choice, "agreement": agreement, **more}
+
+    rows = [row("p", "prose", "noise", None, 0.8), row("c", "code", "noise", None, 1.0)]
+    rows += [{"text": "q", "kind": "ruler", "arm": "dense", "score": 0.5}, row("q", "ruler", "noise", None, 1.0)]
+    for arm, agreement in {"attend_0.975": 0.7, "attend_0.95": 0.6, "zero_0.975": 0.5}.items():
+        for choice in ("adaptive", "fixed"):
+            if (arm, choice) == ("attend_0.95", "fixed"):
+                continue  # time was up
+            got = agreement - 0.1 * (choice == "fixed")
+            kept = {"kept": 0.4, "kept_by_layer": [0.25, 0.55]}
+            rows += [row("p", "prose", arm, choice, got, **kept), row("c", "code", arm, choice, got, **kept)]
+            rows += [row("q", "ruler", arm, choice, got, **kept, score=got - 0.1)]
+    monkeypatch.setattr(real, "ADAPTIVE", [write_run(tmp_path / "adaptive.jsonl", *rows)])
+    lines = real.adaptive().text.splitlines()
+    # 2.1 and 1.8 of 2.8; the answers have 0.6 and 0.5 of a dense score of 0.5.
+    assert lines[2].startswith("| `attend`, 0.975 | 40% | 0.750 | 0.643 | 0.100 [")
+    assert lines[2].endswith("] | 1.20 | 1.00 |")
+    assert lines[3].startswith("| `zero`, 0.975 | 40% | 0.536 | 0.429 | 0.100 [")
+    assert " ".join(lines[5:]) == (
+        "3 texts and questions. At 0.975, `zipvl` keeps 40% of prose, 40% of code, 40% of RULER, and 25% to 55% by "
+        "layer."
     )
 
 
