@@ -9,7 +9,7 @@ from bench.common.pages import Block, table
 from bench.common.results import RESULTS, read_runs
 from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
-FOLDER = RESULTS / "h200" / "training-longer"
+FOLDER = RESULTS / "h100" / "training-longer"
 _NOTHING = "Nothing has been measured on a GPU yet."
 _TITLES = {QUESTIONS: "RULER", POSITIONS: "nats"}
 

@@ -13,7 +13,7 @@ from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
 _REAL = RESULTS / "h200" / "real"
-ADAPTIVE = sorted(_REAL.glob("adaptive_*.jsonl")) or [RESULTS / "cpu-2core" / "real" / "adaptive.jsonl"]
+ADAPTIVE = sorted((RESULTS / "h100" / "real").glob("adaptive_*.jsonl"))
 """Adaptive and fixed numbers of important tokens."""
 DECODE, PREFILL, ROUTING, RULER = (_REAL / f"{name}.jsonl" for name in ("decode_8k", "prefill", "routing", "ruler"))
 SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
@@ -21,7 +21,7 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
 )
 """Served text, each file with dense attention in other batches."""
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
-ART_ANSWERS, ART_TEXTS = (RESULTS / "cpu-2core" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
+ART_ANSWERS, ART_TEXTS = (RESULTS / "h100" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
 """ART alone and over eviction: `bench.quality ruler` and `served`."""
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
@@ -183,7 +183,7 @@ def adaptive_share(arm: str, choice: str) -> float:
 def adaptive_answers(arm: str, choice: str) -> float:
     """The RULER score over that of dense attention."""
     rows = [row for path in ADAPTIVE for row in _rows(path)]
-    dense = {row["text"]: row["score"] for row in rows if row["arm"] == _DENSE and "score" in row}
+    dense = {row["text"]: row["score"] for row in rows if row["arm"] == DENSE and "score" in row}
     found = [row for row in adaptive_rows(arm, choice) if "score" in row]
     return estimate_ratio([row["score"] for row in found], [dense[row["text"]] for row in found]).value
 

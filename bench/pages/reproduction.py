@@ -11,7 +11,7 @@ from bench.common.results import RESULTS
 from bench.pages import measured
 from bench.pages.measured import Found
 
-_MACHINES = {RESULTS / "h200": "H200", RESULTS / "cpu-2core": "CPU"}
+_MACHINES = {RESULTS / "h200": "H200", RESULTS / "h100": "H100", RESULTS / "cpu-2core": "CPU"}
 
 
 class Claim(NamedTuple):
