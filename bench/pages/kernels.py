@@ -13,6 +13,7 @@ BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
 LEVELED = _FOLDER / "leveled.jsonl"
 ONE_HEAD = _FOLDER / "one_head.jsonl"
+WHOLE, COUNTERS = (RESULTS / "h100" / "kernels" / f"{name}.jsonl" for name in ("whole", "counters"))
 RIVALS = ("FlashAttention 3", "FlashInfer")
 _STOP_CONTEXTS = ("8K", "32K", "128K")
 
@@ -127,3 +128,30 @@ def _stop_times(batch: int) -> list[dict[str, float]]:
         {name: row["cold"]["median_us"] for name, row in times["stop", f"{batch}q1s{context} g4"].items()}
         for context in _STOP_CONTEXTS
     ]
+
+
+def whole() -> Block:
+    """Requests that attend to everything, beside FlashAttention 3."""
+    times, rows = read_times(WHOLE), []
+    for batch in (1, 4, 16):
+        for context in ("8K", "32K", "128K"):
+            found = times["whole", f"{batch}q1s{context} g4"]
+            ours, dense = (found[name]["cold"]["median_us"] for name in ("unique", RIVALS[0]))
+            rows.append([context, str(batch), f"{ours:.1f}", f"{dense:.1f}", f"{dense / ours:.2f}x"])
+    return Block(table(["context", "requests", "`unique`, µs", f"{RIVALS[0]}, µs", "ratio"], rows), [WHOLE])
+
+
+def counters() -> Block:
+    """What the longest kernel of a call reads from memory, by hardware counters."""
+    calls: dict[tuple[str, str], list[Row]] = {}
+    for row in read_run(COUNTERS).rows:
+        calls.setdefault((row["op"], row["case_name"]), []).append(row)
+    lines = []
+    for (op, case), found in calls.items():
+        longest = max(found, key=lambda row: row["nanoseconds"])
+        name = f"`{longest['name']}`" if longest["name"].isidentifier() else RIVALS[0]
+        megabytes = (f"{number / 1e6:.1f}" for number in (longest["read_bytes"], longest["bytes"]))
+        share = f"{longest['bandwidth_percent']:.0f}%"
+        lines.append([f"`{op}` {case}", name, *megabytes, f"{longest['nanoseconds'] / 1e3:.0f}", share])
+    heads = ["call", "longest kernel", "MB read", "MB that the call needs", "µs", "of the bandwidth"]
+    return Block(table(heads, lines), [COUNTERS])

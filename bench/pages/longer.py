@@ -26,7 +26,7 @@ def longer() -> Block:
         return Block(_NOTHING)
     rows = [row for path in files for run in read_runs(path) for row in run.rows]
     parts = longer_parts(rows)
-    arms = list(dict.fromkeys(arm for arm, _ in parts[QUESTIONS]))
+    arms = list(dict.fromkeys(arm for part in _TITLES for arm, _ in parts[part]))
     lines = []
     for part, title in _TITLES.items():
         for column in dict.fromkeys(column for _, column in parts[part]):

@@ -16,8 +16,10 @@ _MANY = 32
 """Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
 _REUSE = H200 / "lossless" / "score_every.jsonl"
-_MAIN = H200 / "decode" / "main.jsonl"
+_MAIN, _MAIN_H100 = (RESULTS / machine / "decode" / "main.jsonl" for machine in ("h200", "h100"))
 """Decode steps of FlashAttention 3 and of the default."""
+_KEPT = RESULTS / "h100" / "lossless" / "smollm2.jsonl"
+"""Right drafts of a real model."""
 _ANCHORS = [H200 / "decode-anchors" / f"{name}.jsonl" for name in ("main", "every3_heads")]
 """Decode steps of FlashAttention 3, and of a selection that a third of the layers make."""
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
@@ -75,12 +77,7 @@ def meter() -> Block:
 
 def decode_gpu() -> Block:
     """Time per token on a GPU by context and batch, measured on one host within minutes, and with anchor layers."""
-    dense, sparse = (read_steps(_MAIN, variant) for variant in ("flash_attn", "unique"))
-    rows = []
-    for (context, batch), row in dense.items():
-        before, now = row["ms_per_token"], sparse[context, batch]["ms_per_token"]
-        rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}x"])
-    context, batch = max(dense)
+    context, batch = max(read_steps(_MAIN))
     before, now = (
         read_steps(path, variant)[context, batch]["ms_per_token"]
         for path, variant in zip(_ANCHORS, ("flash_attn", "unique"), strict=True)
@@ -89,8 +86,22 @@ def decode_gpu() -> Block:
         f"With anchor layers {batch} requests of {context:,} tokens took {now:.2f} ms in another run, and densely "
         f"{before:.2f}.", "",
     )  # fmt: skip
-    heads = ["context", "requests", "FlashAttention 3", "`unique`", "ratio"]
-    return Block(f"{table(heads, rows)}\n\n{text}", [_MAIN, *_ANCHORS])
+    return Block(f"{_default_steps(_MAIN)}\n\n{text}", [_MAIN, *_ANCHORS])
+
+
+def decode_h100() -> Block:
+    """The same table on an H100, with batches that fit its memory."""
+    return Block(_default_steps(_MAIN_H100), [_MAIN_H100])
+
+
+def _default_steps(path: Path) -> str:
+    """A table of steps of FlashAttention 3 and of the default."""
+    dense, sparse = (read_steps(path, variant) for variant in ("flash_attn", "unique"))
+    rows = []
+    for (context, batch), row in dense.items():
+        before, now = row["ms_per_token"], sparse[context, batch]["ms_per_token"]
+        rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}x"])
+    return table(["context", "requests", "FlashAttention 3", "`unique`", "ratio"], rows)
 
 
 def decode_steps() -> Block:
@@ -221,6 +232,17 @@ def lossless_reuse() -> Block:
         settings.append(row["score_every"])
     heads = [f"`score_every` {steps}, ms per token" for steps in dict.fromkeys(settings)]
     return Block(table(["acceptance", *heads], [[str(rate), *cells] for rate, cells in lines.items()]), [_REUSE])
+
+
+def lossless_kept() -> Block:
+    """The share of right drafts of a real model, if drafts choose pages in every step or seldom."""
+    rows = [row for row in read_run(_KEPT).rows if row["drafted"]]
+    steps = list(dict.fromkeys(row["score_every"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        lines.setdefault(row["kind"], []).append(f"{row['accepted'] / row['drafted']:.3f}")
+    heads = ["SmolLM2-135M, 8K", *(f"`score_every` {each}" for each in steps)]
+    return Block(table(heads, [[kind, *cells] for kind, cells in lines.items()]), [_KEPT])
 
 
 def _drafted(path: Path) -> list[tuple[Row, float]]:
