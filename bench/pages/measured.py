@@ -238,7 +238,7 @@ def skipped_sinks() -> Found:
 
 
 def stopped_answers() -> Found:
-    """RULER scores over those of dense attention: ART alone, SnapKV, and both."""
+    """Scores of answers over those of dense attention: ART alone, SnapKV, and both."""
     alone, base, both = (f"{real.art_answered(arm).value:.2f}" for arm in _STOPPED)
     model = _MODELS[read_run(real.ART_ANSWERS).about["model"]]
     return Found(f"{model}: {alone} of dense; `snapkv` {base}, with ART {both}", [real.ART_ANSWERS])

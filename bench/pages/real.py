@@ -429,7 +429,7 @@ class Arm(NamedTuple):
 
 
 def art() -> Block:
-    """ART alone and over a small cache in its better order: keys read, RULER scores, and next tokens that change."""
+    """ART alone and over a small cache in its better order: keys read, answers, and next tokens that change."""
     return _stopped(
         lambda arm: arm.tau in _IN_SHORT if arm.backend == DENSE else arm[1:3] in _SMALL and arm.tau == _TAU
     )
@@ -460,12 +460,12 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
             ]
         lines.append([arm.name, *shares, *cells])
     model = read_run(ART_ANSWERS).about["model"]
-    headings = [model, "keys kept", "keys read", "RULER over dense", "next tokens changed"]
+    headings = [model, "keys kept", "keys read", "answers over dense", "next tokens changed"]
     return Block(table(headings, lines), [ART_ANSWERS, ART_TEXTS])
 
 
 def art_answered(arm: Arm) -> Estimate:
-    """The RULER score of an arm over that of dense attention."""
+    """The score of the answers of an arm over that of dense attention."""
     dense, found = (
         {row["id"]: row["score"] for row in _of_arm(_rows(ART_ANSWERS), each)} for each in (Arm(DENSE), arm)
     )
