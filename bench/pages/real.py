@@ -436,7 +436,7 @@ def art() -> Block:
 
 
 def art_in_full() -> Block:
-    """The same for every arm."""
+    """The same for every arm. Answers of fewer than a third of the questions are left out."""
     return _stopped(lambda arm: True)
 
 
@@ -444,7 +444,7 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
     rows = {path: _rows(path) for path in (ART_ANSWERS, ART_TEXTS)}
     arms = dict.fromkeys(filter(is_shown, (Arm.of(row["setting"]) for path in rows for row in rows[path])))
     caches = dict.fromkeys(arm[:2] for arm in arms)
-    lines = []
+    lines, asked = [], len(_of_arm(rows[ART_ANSWERS], Arm(DENSE)))
     for arm in (arm for cache in caches for arm in arms if arm[:2] == cache):
         answers, texts = (_of_arm(of_file, arm) for of_file in rows.values())
         shares = (
@@ -455,7 +455,7 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
             cells = [f"score {_mean(row['score'] for row in answers):.3f}", f"noise {noise:.1%}"]
         else:
             cells = [
-                _interval(art_answered(arm)) if answers else "",
+                _interval(art_answered(arm)) if 3 * len(answers) >= asked else "",
                 _percent(_art_changed(rows[ART_TEXTS], arm)) if texts else "",
             ]
         lines.append([arm.name, *shares, *cells])
