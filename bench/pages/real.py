@@ -20,6 +20,7 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
     _REAL / f"served_{name}.jsonl" for name in ("unique", "every", "policies", "backends")
 )
 """Served text, each file with dense attention in other batches."""
+EVICTING_GEMMA = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
 ART_ANSWERS, ART_TEXTS = (RESULTS / "h100" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
 """ART alone and over eviction: `bench.quality ruler` and `served`."""
@@ -293,6 +294,11 @@ def backends() -> Block:
 def backends_gemma() -> Block:
     """The same with Gemma 3 270M."""
     return _backends(SERVED_GEMMA, GEMMA_TEXTS)
+
+
+def evicting_gemma() -> Block:
+    """The same with Gemma 3 270M under eviction."""
+    return _backends(EVICTING_GEMMA, {text: text for text in ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")})
 
 
 def _backends(path: Path, texts: Mapping[str, str]) -> Block:

@@ -42,6 +42,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-ruler-policies": real.ruler_policies,
     "real-backends": real.backends,
     "real-backends-gemma": real.backends_gemma,
+    "real-evicting-gemma": real.evicting_gemma,
     "real-ruler": real.ruler,
     "real-anchors": real.anchors,
     "real-coverages": real.coverages,
