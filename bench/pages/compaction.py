@@ -8,8 +8,8 @@ from statistics import mean
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, read_run
 
-SOAK = RESULTS / "h200" / "compaction" / "soak_10000.jsonl"
-WINDOW = SOAK.with_name("window_decoding_8b.jsonl")
+SOAK = RESULTS / "h100" / "soak" / "evicting.jsonl"
+WINDOW = RESULTS / "h200" / "compaction" / "window_decoding_8b.jsonl"
 _NOTHING = "Nothing yet."
 
 
