@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
+from bench.common.arms import Cell, questions
 from bench.common.options import size_text
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, Row, read_run, read_runs
 from bench.pages import compaction, kernels, offload, prefill, quality, real, serving, sinks
+from bench.pages.arms import arm_files
 from vllm_sparse_plugin.tools.eval.results import read_results
 
 _H200, _CPU = RESULTS / "h200", RESULTS / "cpu-2core"
 _PAGE_SCORES = _H200 / "page-scores" / "all.jsonl"
-_TRAINED = {mask: _H200 / "training" / f"needle-8m_{mask}.jsonl" for mask in ("soft", "hard")}
 _TERMINATION = _CPU / "termination" / "needle-8m.jsonl"
 _KERNELS = _H200 / "kernels" / "all.jsonl"
 _QWEN3 = _H200 / "decode" / "qwen3.jsonl"
@@ -56,9 +58,16 @@ def policies() -> Found:
 
 
 def trained() -> Found:
-    """Needles answered by the trained model."""
-    paths = [_H200 / "trained" / f"needle-8m_{name}.jsonl" for name in ("after", "before_dense")]
-    return Found(f"N, 64 tokens: {' of '.join(map(_right, paths))}", paths)
+    """RULER scores after training with the hard mask, and of dense attention after dense training."""
+    budget, (hard, dense) = _arm_scores(("hard", True), ("dense", False))
+    return Found(f"S, {budget} tokens: {hard:.2f} of {dense:.2f} RULER", arm_files())
+
+
+def _arm_scores(*arms: tuple[str, bool]) -> tuple[int, list[float]]:
+    """The budget of the trained arms, and the mean RULER score of arms with this budget or densely; all weights."""
+    rows = [row for path in arm_files() for run in read_runs(path) for row in run.rows]
+    budget, scores = int(read_run(arm_files()[0]).about["budget_tokens"]), questions(rows)
+    return budget, [mean(scores[Cell(arm, 0, budget if sparse else None)]) for arm, sparse in arms]
 
 
 def deviation() -> Found:
@@ -71,12 +80,9 @@ _SCORES = ("mean-int8", "unique-int8-1")
 
 
 def masks() -> Found:
-    """Needles answered after training with the soft and with the hard mask, with 512 tokens."""
-    shares = [
-        _share([row for row in read_run(path).rows if "right" in row and "/b512" in row["setting"]])
-        for path in _TRAINED.values()
-    ]
-    return Found(f"N: {shares[0]:.3f}, {shares[1]:.3f} right", list(_TRAINED.values()))
+    """RULER scores after training with the soft and with the hard mask."""
+    budget, (soft, hard) = _arm_scores(("soft", True), ("hard", True))
+    return Found(f"S, {budget} tokens: {soft:.2f}, {hard:.2f} RULER", arm_files())
 
 
 def fused_score() -> Found:
