@@ -178,7 +178,13 @@ class SparseImpl:
     def bind(self, plan: LayerPlan) -> None:
         """Sets the plan that the metadata builder has made for the layer."""
         self.plan = plan
+        self.drop_views()
+
+    def drop_views(self) -> None:
+        """Drops the views of the layer's cache. They hold memory that vLLM frees: the cache of its graphs' profile."""
         self.bound_cache = None
+        for name in ("token_rows", "cache", "statistics_cache", "cache_by_head"):
+            vars(self).pop(name, None)
 
     def bind_cache(self, kv_cache: torch.Tensor) -> None:
         """Makes the views of the layer's cache if the cache is new: making them costs as much as a kernel."""

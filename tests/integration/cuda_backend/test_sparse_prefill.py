@@ -10,6 +10,7 @@ from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, 
 from sparse_kernels.token_prefill import ListedAttention, TokenRule
 from support.cuda_layer import BLOCK, GROUP, HEADS, SCALE, SCALES, SIZE, common_metadata, plan_of, run, start_builder
 from support.logs import said
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from vllm_sparse_plugin.attention.base import ModelSize
@@ -323,3 +324,15 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, name)
     # A data-parallel rank without requests runs without metadata too.
     layer.forward(module, query, None, None, nothing, None, output)
     assert asked == []
+
+
+@pytest.mark.parametrize("layer", ["dense", "unique", "art"], indirect=True)
+def test_a_planned_layer_holds_no_cache(layer):
+    """Before the cache of requests vLLM makes one for the profile of its graphs, and plans layers for each."""
+    cache = torch.zeros(3, HEADS, BLOCK + 16, 2 * SIZE, dtype=torch.bfloat16)
+    memory = StorageWeakRef(cache.untyped_storage())
+    layer.bind_cache(cache)
+    del cache
+    assert not memory.expired()
+    layer.bind(layer.plan)
+    assert memory.expired()
