@@ -62,8 +62,8 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
         seen.append((decode.block_table.data_ptr(), decode.seq_lens.data_ptr()))
     # The second table is wider, unlike vLLM's tables. Lengths keep their place in both cases.
     assert builder.build(0, common).decode[0].block_table.data_ptr() == seen[1][0]
-    # Captures and dummy runs have no requests.
-    metadata = builder.build(0, common.replace(req_idx=None))
+    # Captures and dummy runs have requests without names.
+    metadata = builder.build(0, common.replace(req_idx=np.arange(3)))
     assert torch.equal(metadata.decode[0].block_table, common.block_table_tensor)
     assert metadata.decode[0].block_table.data_ptr() == seen[1][0]
 
