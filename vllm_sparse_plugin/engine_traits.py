@@ -74,7 +74,8 @@ def layers_over_everything(vllm_config: VllmConfig) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text = model.hf_text_config
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    if found := sum(kind in (_FULL, _EVERY) for kind in kinds):
+    first, end = model.get_layers_start_end_indices(parallel) if kinds else (0, 0)
+    if found := sum(kind in (_FULL, _EVERY) for kind in kinds[first:end]):
         return found
     # Pruned models have layers without attention in `block_configs`.
     return int(model.get_num_layers_by_block_type(parallel) if model.has_noops else model.get_num_layers(parallel))

@@ -57,8 +57,8 @@ class Setting:
             name, equals, value = field.partition("=")
             section, _, key = name.rpartition(".")
             place = given.setdefault(section, {}) if section else given
-            if not equals or not isinstance(place, dict):
-                raise ConfigurationError(f"setting: got {text!r}, allowed after each +: FIELD=VALUE")
+            if not equals or not isinstance(place, dict) or key in place:
+                raise ConfigurationError(f"setting: got {text!r}, allowed after each +: FIELD=VALUE, each field once")
             place[key] = _value(value)
         resolve(given, preset)
         options = ("--additional-config", json.dumps({KEY: given})) if given else ()

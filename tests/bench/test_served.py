@@ -138,6 +138,7 @@ def test_settings_are_those_of_additional_config(text: str, section: dict[str, o
     [
         "art:512", "unique:few", "nothing", "unique:-1", "art+", "art+stopping.patience", "art+stopping.nothing=1",
         "art+stopping.patience=few", "art+stopping=1+stopping.patience=1",
+        "art+stopping.patience=1+stopping.patience=2", "snapkv:2048+compaction.budget_tokens=512",
     ],
 )  # fmt: skip
 def test_other_settings_are_refused(text: str) -> None:

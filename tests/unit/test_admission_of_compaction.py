@@ -87,8 +87,16 @@ def test_layers_without_attention_share_no_budget(text, has_noops, expected):
     model = SimpleNamespace(
         hf_text_config=SimpleNamespace(**text), has_noops=has_noops,
         get_num_layers=lambda parallel: 4, get_num_layers_by_block_type=lambda parallel: 3,
+        get_layers_start_end_indices=lambda parallel: (0, 4),
     )  # fmt: skip
     assert layers_over_everything(SimpleNamespace(model_config=model, parallel_config=None)) == expected
+
+
+def test_a_pipeline_stage_counts_its_layers(folder):
+    model = folder(layer_types=["full_attention"] * 2)
+    for stages in (1, 2):
+        config = engine_config(model, pipeline_parallel_size=stages, distributed_executor_backend="mp")
+        assert layers_over_everything(config) == 2 // stages
 
 
 def test_memory_is_reserved_for_layers_with_attention(folder):
