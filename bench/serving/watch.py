@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from httpx import HTTPError
 
 from bench.common.metrics import read_metrics
+from bench.common.repeated import repeated
 from bench.common.results import Row
 
 _SECONDS = 0.5
@@ -81,7 +81,7 @@ def watch(read: Callable[[], str]) -> Iterator[Watched]:
     Args:
         read: returns the text of its `/metrics`.
     """
-    watched, done = Watched(), threading.Event()
+    watched = Watched()
 
     def look() -> bool:
         try:
@@ -90,16 +90,9 @@ def watch(read: Callable[[], str]) -> Iterator[Watched]:
             return False  # the load reports the failure
         return True
 
-    def look_again() -> None:
-        while not done.wait(_SECONDS) and look():
-            pass
-
     look()
-    thread = threading.Thread(target=look_again, daemon=True)
-    thread.start()
     try:
-        yield watched
+        with repeated(look, _SECONDS):
+            yield watched
     finally:
-        done.set()
-        thread.join()
         look()

@@ -24,6 +24,7 @@ from bench.common.console import end_with, open_console
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, parse_variants
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, parse_size
+from bench.common.repeated import repeated
 from bench.common.results import ResultFile, Row, read_run
 from bench.robustness.families.cells import sentence
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -151,11 +152,12 @@ class Watch:
         self._read, self._lock = read, threading.Lock()
         self._lowest = read()
 
-    def look(self) -> None:
-        """Calls the function."""
+    def look(self) -> bool:
+        """Calls the function; returns that it may be called again."""
         number = self._read()
         with self._lock:
             self._lowest = min(self._lowest, number)
+        return True
 
     def restart(self) -> int:
         """Returns the lowest number since the last call, and forgets it."""
@@ -168,19 +170,9 @@ class Watch:
 @contextmanager
 def watched(read: Callable[[], int]) -> Iterator[Watch]:
     """Yields a watch that a thread calls often."""
-    watch, over = Watch(read), threading.Event()
-
-    def look() -> None:
-        while not over.wait(_LOOK_SECONDS):
-            watch.look()
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    watch = Watch(read)
+    with repeated(watch.look, _LOOK_SECONDS):
         yield watch
-    finally:
-        over.set()
-        thread.join()
 
 
 def free_columns(lowest: int, total: int, utilization: float) -> Row:
