@@ -117,7 +117,7 @@ class Launches:
     def choice(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page numbers and tokens of every tile and KV head."""
         pages, lengths = self.kernels.virtual_sequences(
-            scores, self.inputs.batch, self.tiles, self.entries, self.inputs.case.group, self.rule, None
+            scores, self.inputs.batch.block_table, self.tiles, self.entries, self.inputs.case.group, self.rule, None
         )
         return pages, lengths
 

@@ -94,6 +94,15 @@ def test_offloading_keeps_the_answers_of_an_8_bit_cache(questions: list[Question
         assert ask(llm, questions) == expected
 
 
+def test_offloading_keeps_the_answers_of_sparse_prompts(questions: list[Question]) -> None:
+    prefill = {"prefill": {"min_context_tokens": 1024, "min_blocks": 4}}
+    with engine(additional_config={"sparse_attention": prefill}) as llm:
+        expected = ask(llm, questions)
+    settings = {"sparse_attention": prefill | {"offload": {"host_memory": "4GiB"}}}
+    with engine(additional_config=settings, kv_cache_memory_bytes=None) as llm:
+        assert ask(llm, questions) == expected
+
+
 def test_offloaded_requests_with_a_common_prompt_arrive_together(questions: list[Question]) -> None:
     # vLLM shares a block from the step on that fills it, so these prompts read what others write in the same step.
     document, _ = questions[0].parts

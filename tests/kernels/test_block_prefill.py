@@ -13,6 +13,7 @@ from sparse_kernels.block_prefill import (
     COUNTERS,
     SHARE_UNITS,
     BlockRule,
+    Copies,
     VirtualSequences,
     plan_tiles,
     prefill_blocks,
@@ -22,6 +23,7 @@ from sparse_kernels.block_prefill import (
 from sparse_kernels.block_prefill.reference import read_share
 from sparse_kernels.block_prefill.rule import padded_blocks
 from sparse_kernels.block_prefill.sequences import PageEntries
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from support.paged import PagedBatch, assert_as_accurate, make_batch
 
@@ -118,7 +120,7 @@ def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse:
 
 
 def run(
-    case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
+    case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None, copies: Copies | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, initially NaN, and the counters."""
     tiles = plan_tiles(case.prompts, rule, case.batch.query.shape[1] // HEADS)
@@ -126,7 +128,7 @@ def run(
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64, device=output.device)
     prefill_blocks(
         case.batch, case.paged.cache, softmax or Softmax(SIZE**-0.5), rule, tiles, output=output, counters=counters,
-        attend=attend_plainly if kernels else None,
+        attend=attend_plainly if kernels else None, copies=copies,
     )  # fmt: skip
     return output, counters
 
@@ -291,6 +293,27 @@ def test_the_kernels_choose_and_regroup_as_the_reference(name: str, index: int, 
     shares = (counted[:, 2].cpu() - read[:, 2]).abs() / SHARE_UNITS
     assert (shares <= read[:, 3] * 2.0**-9).all()
     assert bool(read[:, 3].any()) == (rule.measure == "mass" and bool((read[:, 0] < read[:, 1]).any()))
+
+
+@on_devices
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("index", [1, 6])
+def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bool, device: str) -> None:
+    contexts, chunks, shape = SHAPES[index]
+    case = make_case(contexts, chunks, **shape).on(device)
+    expected, read = run(case, RULE, kernels)
+    rows, table = case.paged.cache.rows, case.batch.block_table
+    places = torch.arange(table.numel(), dtype=torch.int32, device=device).flip(0).view_as(table)
+    buffer = torch.full((table.numel() + 2, *rows.shape[1:]), torch.nan, dtype=rows.dtype, device=device)
+    for request, context in enumerate(contexts):
+        taken = -(-context // rows.shape[2])
+        buffer[places[request, :taken].long()] = rows[table[request, :taken].long()]
+    # Only the records of the cache are read.
+    rows.fill_(torch.nan)
+    copies = Copies(KVCache.from_rows(buffer, case.paged.cache.page_size), places)
+    output, counted = run(case, RULE, kernels, copies=copies)
+    assert torch.equal(output, expected)
+    assert torch.equal(counted, read)
 
 
 @on_devices

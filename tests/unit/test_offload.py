@@ -81,7 +81,7 @@ NOT_OFFLOADED = {
     "windows": ({}, {"sliding_window": 64}, {}, "LlamaForCausalLM with layers of a sliding window or a chunk"),
     "dense": ({}, {}, {"selection": {"policy": "dense"}}, "policy dense"),
     "dense layers": ({}, {}, {"first_dense_layers": 1}, "1 leading dense layers"),
-    "prefill": ({}, {}, {"prefill": {"method": "blocks"}}, "a section and sparse_attention.prefill"),
+    "token lists": ({}, {}, {"prefill": {"method": "zipvl"}}, "a section and sparse_attention.prefill.method zipvl"),
     "compaction": ({}, {}, {"compaction": {"method": "snapkv"}}, "a section and sparse_attention.compaction"),
     "stopping": ({}, {}, {"stopping": {}}, "a section and sparse_attention.stopping"),
     "lossless": ({}, {}, {"lossless": {}}, "a section and sparse_attention.lossless"),
@@ -97,6 +97,11 @@ def test_what_is_not_proven_is_refused(case, folder, monkeypatch):
     assert refusal(folder(**model), **offloading(**sections), **arguments) == expected
     given = offloading(**sections, offload=None)
     assert engine_config(folder(**model), **given, **arguments)
+
+
+def test_sparse_prefill_is_admitted(folder):
+    assert engine_config(folder(), **offloading(prefill={"method": "blocks"}))
+    assert engine_config(folder(), **(offloading(offload={}) | {"attention_backend": "unique_prefill"}))
 
 
 def test_blocks_of_noise_are_admitted(folder):
@@ -460,7 +465,7 @@ def test_the_next_layer_finds_finished_blocks_and_new_keys():
     staging = Staging(layers, torch.full((2, 3, 1, 4, 16), torch.nan))
     places, early, late = plan_copies(PromptLengths((2,), (12,)), torch.tensor([[5, 3, 1]], dtype=torch.int32), 4, 3)
     assert (early.blocks.tolist(), late.blocks.tolist()) == ([5], [3, 1])
-    part = StagedPrompts(None, slice(0, 2), early, late)
+    part = StagedPrompts(None, (0, 1), slice(0, 2), early, late)
     for number, layer in enumerate(layers, start=1):
         layer.token_rows[1] = 10.0 * number
         layer.token_rows[4] = torch.nan
@@ -481,7 +486,7 @@ def test_a_prompt_reads_blocks_that_another_prompt_writes_in_the_same_step():
     # The first prompt writes blocks 0 to 3. The second one begins with the same four blocks, and writes block 4.
     lengths, table = PromptLengths((16, 4), (16, 20)), torch.tensor([[0, 1, 2, 3, -1], [0, 1, 2, 3, 4]])
     places, early, late = plan_copies(lengths, table.int(), 4, 9)
-    part = StagedPrompts(None, slice(0, 20), early, late)
+    part = StagedPrompts(None, (0, 1), slice(0, 20), early, late)
     layers = [Layer(1), Layer(2)]
     staging = Staging(layers, torch.full((2, 9, 1, 4, 16), torch.nan))
     for number, layer in enumerate(layers, start=1):
@@ -494,7 +499,7 @@ def test_blocks_are_not_copied_ahead_for_a_layer_without_a_cache_or_for_other_pr
     layers = [Layer(1), Layer(2)]
     staging = Staging(layers, torch.full((2, 3, 1, 4, 16), torch.nan))
     _, early, late = plan_copies(PromptLengths((2,), (12,)), torch.tensor([[5, 3, 1]], dtype=torch.int32), 4, 3)
-    part = StagedPrompts(None, slice(0, 2), early, late)
+    part = StagedPrompts(None, (0, 1), slice(0, 2), early, late)
     staging.load(layers[0], part, ahead=False)
     assert staging._buffers[1].isnan().all()
     layers[1].bound_cache = None

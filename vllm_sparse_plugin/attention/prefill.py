@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
-from sparse_kernels.block_prefill import BlockRule, Tiles, VarlenAttention, plan_tiles, prefill_blocks
+from sparse_kernels.block_prefill import BlockRule, Copies, Tiles, VarlenAttention, plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import ListedAttention, TokenRule, attended_pairs, draw_probes, token_prefill
 
@@ -66,7 +66,11 @@ def reads_less(rule: PromptRule, context_tokens: int) -> bool:
 
 
 def plan_rounds(
-    prompts: Prompts, rule: PromptRule, group_sizes: Collection[int], most_tokens: int
+    prompts: Prompts,
+    rule: PromptRule,
+    group_sizes: Collection[int],
+    most_tokens: int,
+    parts: Sequence[tuple[int, int]] | None = None,
 ) -> list[PromptRound]:
     """Cuts the prompts of a step into rounds, and finds their tiles or probe rows. The host does not wait for the
     device.
@@ -77,9 +81,10 @@ def plan_rounds(
         group_sizes: query heads per KV head of the layers.
         most_tokens: the most context tokens of a round; a single request may have more. Under a `TokenRule` every
             context of a round counts as the longest one, because it takes that much memory.
+        parts: the first prompt of each round, and the first one after it; None: as `most_tokens` says.
     """
     rounds, token = [], 0
-    for first, last in _parts(prompts.longest, most_tokens, padded=isinstance(rule, TokenRule)):
+    for first, last in parts or _parts(prompts.longest, most_tokens, padded=isinstance(rule, TokenRule)):
         part = prompts.part(first, last)
         if part.num_tokens:
             tokens = slice(token, token + part.num_tokens)
@@ -137,6 +142,7 @@ def attend_prompts(
     softmax: Softmax,
     output: torch.Tensor,
     kernels: PromptKernels,
+    copies: Copies | None = None,
 ) -> None:
     """Attends with a round of prompts. Other methods of sparse prefill are called here.
 
@@ -148,8 +154,10 @@ def attend_prompts(
         softmax: how logits become weights.
         output: `[num_tokens, num_query_heads, head_size]`, written.
         kernels: GPU kernels.
+        copies: under a `BlockRule`, the blocks of the round elsewhere, to attend to; None: attend to those of `cache`.
     """
     if isinstance(plan.rule, TokenRule):
+        assert copies is None
         kept = token_prefill(batch, cache, softmax, plan.rule, output, probes=part.probes, attend=kernels.tokens)
         in_contexts = torch.where(batch.query_lens > 0, batch.seq_lens, 0)
         tokens = torch.stack([kept.counts.sum(), in_contexts.sum()])
@@ -157,5 +165,6 @@ def attend_prompts(
         return
     tiles = part.tiles[batch.query.shape[1] // cache.num_kv_heads]
     prefill_blocks(
-        batch, cache, softmax, plan.rule, tiles, output=output, attend=kernels.blocks, counters=plan.counters
+        batch, cache, softmax, plan.rule, tiles, output=output, attend=kernels.blocks, counters=plan.counters,
+        copies=copies,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, Offload, ResolvedConfig, ZipVLPrefill
 from vllm_sparse_plugin.config.offload import AUTO
 from vllm_sparse_plugin.engine_traits import moved_blocks, shared_caches, unlike_layers_or_engines
 from vllm_sparse_plugin.offload.memory import Pinned, available_memory
@@ -32,8 +32,10 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
         f"policy {config.selection.name()}": not reads_selection(config.selector),
         f"{config.config.first_dense_layers} leading dense layers": config.config.first_dense_layers > 0,
     }
-    sections = ("prefill", "compaction", "routing", "stopping", "lossless")
+    sections = ("compaction", "routing", "stopping", "lossless")
     refused |= {f"a section and {KEY}.{name}": getattr(config.config, name) is not None for name in sections}
+    # Lists of tokens are read from the cache itself, over the bus.
+    refused[f"a section and {KEY}.prefill.method zipvl"] = isinstance(config.config.prefill, ZipVLPrefill)
     for got, holds in refused.items():
         if holds:
             yield f"{KEY}.offload", got, "null"

@@ -36,6 +36,8 @@ class StagedPrompts(NamedTuple):
 
     metadata: Any
     """FlashAttention's metadata, whose block table has places of the buffer."""
+    requests: tuple[int, int]
+    """The first of them among the step's prompts, and the first one after them."""
     tokens: slice
     """Their tokens among those of the step's prompts."""
     early: BlockCopies

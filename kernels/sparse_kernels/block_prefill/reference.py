@@ -8,6 +8,7 @@ import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.block_prefill.rule import SHARE_UNITS, BlockRule
+from sparse_kernels.block_prefill.sequences import Copies
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import PageStatistics
@@ -227,6 +228,7 @@ def prefill_blocks(
     tiles: Tiles,
     output: torch.Tensor,
     counters: torch.Tensor | None,
+    copies: Copies,
 ) -> None:
     """See `api.prefill_blocks`."""
     assert cache.statistics is not None
@@ -254,7 +256,9 @@ def prefill_blocks(
             if counters is not None and rule.measure == "mass":
                 counters[:, 2] += (read_share(scores, read, rows).clamp(min=0) * SHARE_UNITS).round().long()
                 counters[:, 3] += 1
-        attended = attend_blocks(query, cache, table, read, end, rule.block_tokens, softmax)
+        attended = attend_blocks(
+            query, copies.cache, copies.block_table[request], read, end, rule.block_tokens, softmax
+        )
         if cache.value_scale is not None:
             attended = attended * cache.value_scale
         output[first : first + num_tokens] = attended.to(output.dtype)

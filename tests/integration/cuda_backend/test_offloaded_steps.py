@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sparse_kernels.block_prefill import COUNTERS, BlockRule
 from support.cuda_layer import BLOCK, HEADS, SIZE, common_metadata, run
 
+from vllm_sparse_plugin.attention.prefill import PrefillPlan
 from vllm_sparse_plugin.offload.staging import Staging
 
 BATCHES = {
@@ -31,6 +33,32 @@ def test_a_step_gives_the_bits_of_a_cache_on_the_device(batch, capacity, layer, 
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
     prompts = sum(length > 1 for length in BATCHES[batch][0])
     assert len(metadata.staged) == (0 if not prompts else 1 if capacity == 64 else 2)
+
+
+LONG_PROMPTS = {
+    "alone": ([70], [640], [True]),
+    "beside short prompts": ([70, 3, 130], [70, 300, 640], [True] * 3),
+    "beside decoding requests": ([1, 1, 64, 130], [500, 40, 400, 640], [False, False, True, True]),
+}
+
+
+@pytest.mark.parametrize("batch", LONG_PROMPTS)
+@pytest.mark.parametrize("capacity", [10, 64])
+def test_sparse_prompts_give_the_bits_of_a_cache_on_the_device(batch, capacity, layer, builder):
+    builder.reorder_batch_threshold = 1
+    rule = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
+    counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64)
+    builder.prefill_rule, plan = rule, replace(layer.plan, prefill=PrefillPlan(rule, counters))
+    layer.bind(plan)
+    expected, dense, _ = run(layer, builder, common_metadata(*LONG_PROMPTS[batch]))
+    once = counters.clone()
+    assert not torch.allclose(expected[-40:], dense[-40:], atol=2e-2, rtol=2e-2)
+    layer.bind(replace(plan, offloads=True))
+    layer.staging = builder.staging = Staging([layer], poisoned(capacity))
+    output, _, metadata = run(layer, builder, common_metadata(*LONG_PROMPTS[batch]))
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    assert torch.equal(counters, 2 * once)
+    assert len(metadata.rounds) == len(metadata.staged) == (1 if capacity == 64 or batch == "alone" else 2)
 
 
 def test_statistics_of_a_cache_stay_when_the_layer_is_bound_again(layer):

@@ -265,7 +265,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if prompts is not None:
             assert self.prefill_rule is not None
             most_tokens = self.vllm_config.model_config.max_model_len
-            metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+            parts = [part.requests for part in metadata.staged]
+            metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens, parts or None)
             if num_decodes and self.any_dense_decode:
                 decodes = first_requests(common, num_decodes, num_decode_tokens)
                 metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
@@ -282,7 +283,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         lengths = PromptLengths(tuple(end - start for start, end in pairwise(starts)), tuple(contexts))
         groups, parts = lengths.groups(staging.block_size, staging.capacity), []
         for first, end in groups:
-            some = slice(first, end)
+            some, tokens = slice(first, end), slice(starts[first], starts[end])
+            if tokens.start == tokens.stop:
+                continue
             if len(groups) > 1:
                 rest = without_first(common, first, starts[first]) if first else common
                 one_group = first_requests(rest, end - first, starts[end] - starts[first])
@@ -290,8 +293,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             of_group = PromptLengths(lengths.queries[some], lengths.contexts[some])
             blocks = common.block_table_tensor[some]
             table, early, late = plan_copies(of_group, blocks, staging.block_size, staging.capacity)
-            tokens = slice(starts[first], starts[end])
-            parts.append(StagedPrompts(replace(metadata, block_table=table), tokens, early, late))
+            staged = replace(metadata, block_table=table)
+            parts.append(StagedPrompts(staged, (first, end), tokens, early, late))
         return parts
 
     def _make_staging(

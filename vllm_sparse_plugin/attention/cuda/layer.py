@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
+from sparse_kernels.block_prefill import Copies
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.multi_token_decode import multi_token_decode
@@ -34,7 +35,7 @@ from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
-from vllm_sparse_plugin.offload.staging import Staging
+from vllm_sparse_plugin.offload.staging import StagedPrompts, Staging
 
 
 class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
@@ -139,7 +140,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         elif attn_metadata.dense_decode is not None:
             dense(attn_metadata.dense_decode, 0)
         if rounds:
-            self.attend_rounds(layer, query[first:], rounds, output[first:])
+            self.attend_rounds(layer, query[first:], rounds, output[first:], attn_metadata.staged)
         elif self.staging is not None:
             parts = attn_metadata.staged
             for part in parts:
@@ -209,9 +210,15 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         return with_scale, scaled(self.prompt_cache, layer)
 
     def attend_rounds(
-        self, layer: Any, query: torch.Tensor, rounds: Iterable[PromptRound], output: torch.Tensor
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        rounds: Sequence[PromptRound],
+        output: torch.Tensor,
+        staged: Sequence[StagedPrompts] = (),
     ) -> None:
-        """Attends with the prompts of a step; `query` and `output` contain only their tokens."""
+        """Attends with the prompts of a step; `query` and `output` contain only their tokens. With offloading, the
+        blocks of each round are those of one of `staged`."""
         assert self.plan.prefill is not None
         cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)
         kernels = PromptKernels()
@@ -219,9 +226,13 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel.
             by_token = attend_listed if self.vllm_flash_attn_version == 3 else None
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
-        for part in rounds:
-            batch = part.prompts.batch(query[part.tokens], scale)
-            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
+        for part, blocks in zip(rounds, staged or [None] * len(rounds), strict=True):
+            batch, copies = part.prompts.batch(query[part.tokens], scale), None
+            if blocks is not None:
+                assert self.staging is not None
+                rows = self.staging.load(self, blocks, ahead=len(staged) == 1)
+                copies = Copies(KVCache.from_rows(rows, cache.page_size), blocks.metadata.block_table)
+            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels, copies)
 
     def _decode(
         self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.batch import PrefillBatch
 from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule, padded_blocks
 from sparse_kernels.block_prefill.sequences import PageEntries
 from sparse_kernels.block_prefill.tiles import Tiles
@@ -119,7 +118,7 @@ def _choose(
 
 def virtual_sequences(
     scores: torch.Tensor,
-    batch: PrefillBatch,
+    block_table: torch.Tensor,
     tiles: Tiles,
     entries: PageEntries,
     group_size: int,
@@ -130,8 +129,8 @@ def virtual_sequences(
 
     Args:
         scores: see `score_past`.
-        batch: the batch.
-        tiles: its tiles.
+        block_table: `[num_requests, max_blocks]` int32.
+        tiles: of the requests.
         entries: how pages are numbered.
         group_size: query heads per KV head.
         rule: the rule.
@@ -154,12 +153,12 @@ def virtual_sequences(
         tiles.past_blocks,
         tiles.reads,
         tiles.end,
-        batch.block_table,
+        block_table,
         pages,
         lengths,
         counters,
         scores.stride(1),
-        batch.block_table.stride(0),
+        block_table.stride(0),
         pages.stride(0),
         entries.block_step,
         entries.head_step,

@@ -6,7 +6,7 @@ import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.block_prefill.rule import BlockRule
-from sparse_kernels.block_prefill.sequences import PageEntries, VarlenAttention, VirtualSequences
+from sparse_kernels.block_prefill.sequences import Copies, PageEntries, VarlenAttention, VirtualSequences
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.block_prefill.triton.choose import virtual_sequences
 from sparse_kernels.block_prefill.triton.rows import group_queries, ungroup
@@ -23,6 +23,7 @@ def prefill_blocks(
     attend: VarlenAttention,
     output: torch.Tensor,
     counters: torch.Tensor | None,
+    copies: Copies,
 ) -> None:
     """See `api.prefill_blocks`."""
     heads = cache.num_kv_heads
@@ -31,13 +32,13 @@ def prefill_blocks(
         scores = score_past(rows, batch, tiles, cache, rule, softmax.scale)
     else:
         scores = torch.empty(len(tiles), heads, 1, device=rows.device)
-    entries = PageEntries.of(cache.keys, rule.block_tokens)
-    pages, lengths = virtual_sequences(scores, batch, tiles, entries, rows.shape[1], rule, counters)
+    entries = PageEntries.of(copies.cache.keys, rule.block_tokens)
+    pages, lengths = virtual_sequences(scores, copies.block_table, tiles, entries, rows.shape[1], rule, counters)
     attended = torch.empty(rows.shape, dtype=output.dtype, device=output.device)
     sequences = VirtualSequences(
         queries=rows,
-        keys=entries.pages_of(cache.keys),
-        values=entries.pages_of(cache.values),
+        keys=entries.pages_of(copies.cache.keys),
+        values=entries.pages_of(copies.cache.values),
         query_rows=tiles.query_rows(heads),
         max_rows=rule.tile_tokens,
         lengths=lengths,
