@@ -8,7 +8,7 @@ from vllm_sparse_plugin.metrics.live import HOST_READS, count_totals
 
 def host_reads() -> tuple[float, int]:
     """Returns the pages that decode steps of this process have read from host memory, and all pages that they read."""
-    return count_totals().get(HOST_READS[0].name, (0.0, 0))
+    return count_totals().get(HOST_READS.name, (0.0, 0))
 
 
 def host_share(before: tuple[float, int], after: tuple[float, int]) -> Row:

@@ -27,7 +27,7 @@ EVERY_METRIC = {
 """Settings of an engine with all metrics of the plugin, but `OF_ZIPVL` and `OF_GPUS`."""
 OF_ZIPVL = {"vllm_sparse_prefill_pairs_sum", "vllm_sparse_prefill_pairs_count"}
 """Series that only the prefill of ZipVL has, in place of the estimated mass of key blocks."""
-OF_GPUS = {"vllm_sparse_host_reads_sum", "vllm_sparse_host_reads_count"}
+OF_GPUS = {"vllm_sparse_host_reads_sum", "vllm_sparse_host_reads_count", "vllm_sparse_host_bytes_sum"}
 """Series that only offloading on a GPU has."""
 _ADDED_BY_PROMETHEUS = {"instance", "job"}
 
@@ -138,7 +138,7 @@ def labels() -> dict[str, set[str]]:
             found.setdefault(sample.name, set()).update(sample.labels)
     assert not OF_ZIPVL & found.keys()
     assert not OF_GPUS & found.keys()
-    found |= {name: found[name.replace("host_reads", "blocks_read")] for name in OF_GPUS}
+    found |= dict.fromkeys(OF_GPUS, found["vllm_sparse_blocks_read_sum"])
     return found | {name: found[name.replace("pairs", "density")] for name in OF_ZIPVL}
 
 

@@ -37,6 +37,12 @@ def count_for_a_while() -> None:
         counts.step()
 
 
+def test_pages_from_the_host_are_counted_in_bytes_too():
+    counts = live.DeviceCounts([(0, range(2))], live.host_reads(4096), 2, torch.device("cpu"))
+    counts.of_layers[0].add_(torch.tensor([[10, 3], [20, 0]]))
+    assert counts.totals() == {"vllm_sparse_host_reads": (3, 30), "vllm_sparse_host_bytes": (3 * 4096, 30)}
+
+
 def test_what_is_copied_from_a_device_lies_on_the_host():
     # While models are built, tensors without an explicit device use that of the context.
     with torch.device("meta"):

@@ -29,7 +29,6 @@ from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.live import (
     BLOCK_READS,
-    HOST_READS,
     QUALITY,
     READS,
     SKIPPED,
@@ -37,6 +36,7 @@ from vllm_sparse_plugin.metrics.live import (
     ContextReads,
     DeviceCounts,
     LayerQuality,
+    host_reads,
 )
 from vllm_sparse_plugin.policies import EveryPage, Selection, reads_selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -191,9 +191,12 @@ def plan_layers(
     reads = _counts_of_reads(choosing, sparse, vllm_config, device)
     counters = dict(zip(choosing, reads.of_layers, strict=True)) if reads else {}
     from_host = None
-    if sparse.offload is not None and device.type == "cuda":
-        from_host = DeviceCounts(numbered_heads(layers, vllm_config), HOST_READS, 2, device)
-    host_reads = dict(zip(layers, from_host.of_layers, strict=True)) if from_host else {}
+    if sparse.offload is not None and sparse.selector is not None and device.type == "cuda":
+        layer = next(iter(layers.values()))
+        token_bytes = 2 * layer.head_size * layer.kv_cache_torch_dtype.itemsize
+        metrics = host_reads(sparse.selector.page_size * token_bytes)
+        from_host = DeviceCounts(numbered_heads(layers, vllm_config), metrics, 2, device)
+    pages_read = dict(zip(layers, from_host.of_layers, strict=True)) if from_host else {}
     quality, measured = _quality_of(selecting, sparse, vllm_config, statistics, device)
     drafting = of_draft if sparse.draft_is_sparse else set()
     if not all(attends_whole_context(layers[name]) for name in drafting):
@@ -222,7 +225,7 @@ def plan_layers(
             quality=quality.get(name),
             prefill=prefill.get(name),
             offloads=sparse.offload is not None,
-            host_reads=host_reads.get(name),
+            host_reads=pages_read.get(name),
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
             rolling=rolling.get(name),
         )

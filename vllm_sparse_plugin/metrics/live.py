@@ -55,7 +55,7 @@ class Ratio(NamedTuple):
     text: str
     sum_column: int
     count_column: int
-    units: int = 1
+    units: float = 1
     """The unit of the sum is 1 / `units`."""
 
 
@@ -73,10 +73,9 @@ QUALITY = (
     ),
 )  # fmt: skip
 """Summaries of `LayerQuality.counts`. Without an estimate, the last one is omitted."""
-HOST_READS = (
-    Ratio("vllm_sparse_host_reads", "Pages that decode steps read from host memory (sum) of those read (count).", 1, 0),
+HOST_READS = Ratio(
+    "vllm_sparse_host_reads", "Pages that decode steps read from host memory (sum) of those read (count).", 1, 0
 )
-"""Summary of `LayerPlan.host_reads`."""
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Summaries of `GroupRouting.counts`."""
 READS = (
@@ -114,6 +113,12 @@ _FIRST_BYTES = 1 << 16
 
 _made_folder: str | None = None
 """The folder of metrics that this process created."""
+
+
+def host_reads(page_bytes: int) -> tuple[Ratio, ...]:
+    """Returns the summaries of `LayerPlan.host_reads`, for pages whose keys and values have `page_bytes` bytes."""
+    text = "Bytes that decode steps read from host memory (sum), and the pages that they read (count)."
+    return HOST_READS, Ratio("vllm_sparse_host_bytes", text, 1, 0, 1 / page_bytes)
 
 
 def expose() -> None:
