@@ -31,7 +31,7 @@ _DECODES = (
     ("bf16, noise", "quarters", "flash_attn_noise", "unique_noise"),
     ("bf16", "int8", "flash_attn", "unique_int8"),
     ("fp8, noise", "int8", "flash_attn_fp8_cache", "unique_fp8_cache"),
-    ("fp8, noise", "int8", "flash_attn_1m", "unique_1m"),
+    ("fp8, noise", "quarters", "flash_attn_1m", "unique_1m"),
 )
 """KV cache, page statistics, and the result files of dense and sparse decode steps."""
 
