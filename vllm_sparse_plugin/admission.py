@@ -54,7 +54,7 @@ CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention requires block sizes that are multiples of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention requires block sizes that are multiples of this many tokens."""
-HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
+HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types with state-space layers that tests compare with dense attention, statistics included."""
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sink logits."""

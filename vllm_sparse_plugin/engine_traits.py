@@ -10,7 +10,7 @@ from vllm_sparse_plugin import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_next")
+COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types with state-space layers that tests serve with compaction."""
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 """Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""

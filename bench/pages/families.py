@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.common.pages import Block, group_rows, table
@@ -19,6 +19,9 @@ FILES: Mapping[str, Path] = {
 _NOT_RUN = "not run"
 _SIGNS = {OK: "yes", REFUSED: "refused", NOT_SERVED: "not in vLLM", FAILED: "fails", _NOT_RUN: _NOT_RUN}
 
+_EVICTING = tuple(name for name, way in WAYS.items() if way.evicts)
+_READING = tuple(name for name in WAYS if name not in _EVICTING)
+
 _Cells = dict[tuple[str, str], Row]
 
 
@@ -33,6 +36,11 @@ def families() -> Block:
     """The outcome of each family and feature by device; families and features with the same outcome share a row."""
     cells = [read_cells(path) for path in FILES.values()]
     rows = [_family_row(key, cells) for key in FAMILIES]
+    rows += [
+        ["compaction", FAMILIES[key].name, *(_summary(of, key, _EVICTING) for of in cells)]
+        for key in FAMILIES
+        if any((key, way) in of for of in cells for way in _EVICTING)
+    ]
     rows += [["feature", name, *(_sign(of, FEATURES_OF, name) for of in cells)] for name in FEATURES]
     lines: list[list[str]] = []
     for kind in dict.fromkeys(row[0] for row in rows):
@@ -44,16 +52,16 @@ def families() -> Block:
 
 def _family_row(key: str, cells: list[_Cells]) -> list[str]:
     family = FAMILIES[key]
-    outcomes = [_summary(of, key) for of in cells]
+    outcomes = [_summary(of, key, _READING) for of in cells]
     kind = "hybrid" if family.special.startswith("hybrid") else "attention"
     is_served = any(outcome.startswith(_SIGNS[OK]) for outcome in outcomes)
     return [kind, family.name if is_served else f"{family.name} ({family.special})", *outcomes]
 
 
-def _summary(cells: _Cells, family: str) -> str:
+def _summary(cells: _Cells, family: str, ways: Sequence[str]) -> str:
     """The outcome of a family: one word, or the most frequent word and the exceptions."""
     # A file may be older than a way.
-    run = [way for way in WAYS if any(of == way for _, of in cells)] or WAYS
+    run = [way for way in ways if any(of == way for _, of in cells)] or ways
     signs = {way: _sign(cells, family, way) for way in run}
     most = Counter(signs.values()).most_common(1)[0][0]
     others = [f"`{way}` {sign}" for way, sign in signs.items() if sign != most]

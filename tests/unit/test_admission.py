@@ -30,7 +30,7 @@ REFUSED_MODELS = {
     "BloomForCausalLM": "BloomForCausalLM with ALiBi, {}models with rotary positions",
     "MambaForCausalLM": "MambaForCausalLM without attention, {}models with attention",
     "FalconH1ForCausalLM": "FalconH1ForCausalLM with state-space layers, {}models without, or of the types "
-    "jamba, lfm2, nemotron_h, qwen3_5_text or qwen3_next",
+    "jamba, lfm2, nemotron_h, qwen3_5_moe_text, qwen3_5_text or qwen3_next",
     "BartForConditionalGeneration": "encoder-decoder BartForConditionalGeneration, {}decoder-only models",
     "WhisperForConditionalGeneration": "encoder-decoder WhisperForConditionalGeneration, {}decoder-only models",
 }

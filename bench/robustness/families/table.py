@@ -75,6 +75,12 @@ _GATED_DELTA_NET = {
     "linear_num_value_heads": 8,
     "head_dim": 256,
 }
+_SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 _MIXED_WINDOWS = {"sliding_window": 64, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 
 _FAMILIES = (
@@ -188,15 +194,16 @@ _FAMILIES = (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         "hybrid: gated delta net, experts",
-        {
-            **_GATED_DELTA_NET,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "shared_expert_intermediate_size": 128,
-        },
+        {**_GATED_DELTA_NET, **_SHARED_EXPERT},
     ),
     Family("Qwen3.5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "hybrid: gated delta net", _GATED_DELTA_NET),
+    Family(
+        "Qwen3.5-MoE",
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        "hybrid: gated delta net, experts",
+        {**_GATED_DELTA_NET, **_SHARED_EXPERT},
+    ),
     Family(
         "LFM2",
         "Lfm2Config",
