@@ -61,3 +61,9 @@ def test_engines_of_one_process_answer_as_they_do_alone(tmp_path: Path, pair: st
             ):
                 answers_of(beside, second._replace(arguments=first.arguments))
             assert answers_of(beside, second) == second_alone
+
+
+def test_the_model_of_an_ended_engine_holds_no_cache(tmp_path: Path) -> None:
+    with run_engine("unique", model=str(save_shallow(tmp_path / "model", 2)), **SMALL) as engine:
+        engine.answer([library_text(0, 3000)], 2)
+        assert engine.end() == 0

@@ -165,6 +165,10 @@ class Engine:
         """From now on, fill blocks with large values as soon as they are freed."""
         self._call(_spoil)
 
+    def end(self) -> int:
+        """End the engine but keep its model. Return how many caches of layers are still in memory."""
+        return self._call(_end)
+
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         return sum_of_metric(self.metrics(), name)
@@ -296,6 +300,19 @@ def spoil_freed_blocks(llm: Any) -> None:
             cache[freed] = 50.0
 
     pool.free_blocks = spoil
+
+
+def _end() -> int:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    client = _llm.llm_engine.engine_core
+    runner = client.engine_core.model_executor.driver_worker.worker.model_runner
+    caches = [StorageWeakRef(cache.untyped_storage()) for cache in runner.kv_caches]
+    model = runner.get_model()
+    client.shutdown()
+    left = sum(not cache.expired() for cache in caches)
+    del model
+    return left
 
 
 def metrics_text() -> str:

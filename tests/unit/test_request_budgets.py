@@ -428,7 +428,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
-        compat.hook_model_runners(building, lambda specs: specs, note, lambda *step: False, print, print)
+        compat.hook_model_runners(building, lambda specs: specs, note, lambda *step: False, print, print, print)
     runner = GPUModelRunner()
     rows = BatchRows(runner)
 

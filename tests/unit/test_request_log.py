@@ -38,7 +38,9 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
-        compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish, lambda *names: None)
+        compat.hook_model_runners(
+            print, print, print, lambda *step: False, request_log.finish, lambda *names: None, print
+        )
     runner = made()
     log = request_log.of_runner(runner)
     assert request_log.of_runner(runner) is log
@@ -68,7 +70,7 @@ def test_a_preempted_request_does_not_run_until_a_step_has_it_again(monkeypatch)
     monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
-    compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish, preempt)
+    compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish, preempt, print)
     runner = made()
     runner.requests, runner.input_batch = {"a": None, "b": None}, None
     rows = BatchRows(runner)

@@ -132,7 +132,7 @@ def runners(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
         compat.hook_model_runners(
-            nullcontext, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish, print
+            nullcontext, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish, print, print
         )
     return made(), made()
 

@@ -93,7 +93,9 @@ class SparseBackend:
         runner has not set up its cache.
         """
         compat.hook_cache_allocation(allocate_cache)
-        compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish, rows.preempt)
+        compat.hook_model_runners(
+            _building, spread, rows.note, sampling.begin_step, request_log.finish, rows.preempt, _release_layers
+        )
 
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
@@ -184,6 +186,12 @@ class SparseImpl:
         """Drops the views of the layer's cache. They hold memory that vLLM frees: the cache of its graphs' profile."""
         self.bound_cache = None
         for name in ("token_rows", "cache", "statistics_cache", "cache_by_head"):
+            vars(self).pop(name, None)
+
+    def release(self) -> None:
+        """Drops the memory of an engine that ends, because its model may live longer."""
+        self.drop_views()
+        for name in ("hot", "statistics_beside", "_ring", "staging", "scratch"):
             vars(self).pop(name, None)
 
     def bind_cache(self, kv_cache: torch.Tensor) -> None:
@@ -318,6 +326,13 @@ def _building(runner: Any) -> Iterator[None]:
         drafter.attach(runner)
     with rows.building(runner):
         yield
+
+
+def _release_layers(runner: Any) -> None:
+    """Releases the memory of the layers of a model runner."""
+    for layer in runner.compilation_config.static_forward_context.values():
+        if isinstance(impl := getattr(layer, "impl", None), SparseImpl):
+            impl.release()
 
 
 class DecodeRun(NamedTuple):

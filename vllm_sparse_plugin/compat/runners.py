@@ -32,18 +32,20 @@ def hook_model_runners(
     begin_step: Callable[[Any, Lengths | None], bool],
     finished: Callable[[Any, Iterable[str]], None],
     preempted: Callable[[Any, Iterable[str], Iterable[str]], None],
+    ending: Callable[[Any], None],
 ) -> None:
     """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
-    cache specifications of layers, before each step chooses a CUDA graph, and when requests end or are preempted.
-    The second runner also calls back for new requests, and `requests_of_step` knows its requests.
+    cache specifications of layers, before each step chooses a CUDA graph, when requests end or are preempted, and
+    before they shut down. The second runner also calls back for new requests, and `requests_of_step` knows its
+    requests.
 
     Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
     for plugins, and does not name the requests of a step to models with state-space layers. A full CUDA graph calls no
     layer, so a measured step must run like a step with prompts: with piecewise graphs or without graphs. Data-parallel
-    engines agree on this as for such steps.
+    engines agree on this as for such steps. A model may outlive its engine, and vLLM frees only the caches it knows.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
-    a backend can request a step without its full graph.
+    a backend can request a step without its full graph and learns of the end of an engine.
 
     Args:
         building: takes a runner; returns a context in which the runner builds its metadata builders.
@@ -54,6 +56,7 @@ def hook_model_runners(
         finished: takes a runner and the names of requests that have ended.
         preempted: takes a runner, the names of requests that were preempted, and those of the requests in the next
             step.
+        ending: takes a runner whose layers still have their caches.
     """
     for module in _RUNNER_MODULES:
         # Only the module of this worker's runner has been imported.
@@ -66,6 +69,8 @@ def hook_model_runners(
             runner.add_requests = _telling(runner.add_requests, added)
         if hasattr(runner, "execute_model"):
             runner.execute_model = _telling_ends(runner.execute_model, finished, preempted)
+        if hasattr(runner, "shutdown"):
+            runner.shutdown = _ending(runner.shutdown, ending)
         if hasattr(runner, "gather_batch_req_state"):
             runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
         elif hasattr(runner, "_determine_batch_execution_and_padding"):
@@ -263,6 +268,15 @@ def _telling_ends(
         return execute_model(runner, scheduler_output, *args, **kwargs)
 
     return execute
+
+
+def _ending(shutdown: Callable[[Any], None], ending: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(shutdown)
+    def shut_down(runner: Any) -> None:
+        ending(runner)
+        shutdown(runner)
+
+    return shut_down
 
 
 def _mixing_gathered(

@@ -1,11 +1,15 @@
 """Steps of a layer whose keys and values lie in host memory. A CPU has one memory, so only addresses differ."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from sparse_kernels.block_prefill import COUNTERS, BlockRule
-from support.cuda_layer import BLOCK, HEADS, SIZE, common_metadata, run
+from sparse_kernels.compaction import QueryRing
+from sparse_kernels.hot_pages import HotPool
+from support.cuda_layer import BLOCK, GROUP, HEADS, SIZE, common_metadata, run
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_sparse_plugin.attention.prefill import PrefillPlan
 from vllm_sparse_plugin.offload.staging import Staging
@@ -72,3 +76,21 @@ def test_statistics_of_a_cache_stay_when_the_layer_is_bound_again(layer):
     layer.bind_cache(other)
     assert layer.cache.statistics.vectors.shape[0] == 4
     assert not layer.cache.statistics.vectors.any()
+
+
+def test_a_released_layer_holds_no_memory_of_its_engine(layer):
+    ring = QueryRing(1, 2, 8, (HEADS * GROUP, SIZE), 16, torch.bfloat16, torch.device("cpu"))
+    copies = HotPool.empty(1, HEADS, 2, 16, SIZE, torch.bfloat16, torch.device("cpu"))
+    buffers, scratch = poisoned(2), torch.zeros(8)
+    cache = torch.zeros(3, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+    layer.bind(replace(layer.plan, offloads=True))
+    layer.keep_queries(ring, 0)
+    layer.hot, layer.staging, layer.scratch = (copies, 0), Staging([layer], buffers), scratch
+    layer.bind_cache(cache)
+    tensors = [*vars(ring).values(), copies.rows, buffers, scratch, cache, layer.statistics_beside]
+    memory = [StorageWeakRef(each.untyped_storage()) for each in tensors if isinstance(each, torch.Tensor)]
+    del ring, copies, buffers, scratch, cache, tensors
+    layer.release()
+    gc.collect()
+    assert len(memory) > 5
+    assert all(each.expired() for each in memory)
