@@ -67,12 +67,11 @@ def _prefill(rows: Rows) -> list[Table]:
     columns = ("agreement", "of noise", "95 %", "within", "kept", "attention_flops", "flops")
     for column in ("arm", "kind", "context", *columns):
         table.add_column(column, no_wrap=True)
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == NOISE}
     for every in (True, False):
         of = _groups(rows, "arm") if every else _groups(rows, "arm", "kind", "context_tokens")
         for key, group in of.items():
             arm, kind, context = key if len(key) == 3 else (key[0], "all", "")
-            share = estimate_ratio([row["agreement"] for row in group], [noise.get(row["text"], 1.0) for row in group])
+            share = estimate_ratio(*_beside_noise(rows, group))
             rest = [f"{_mean(row[name] for row in group):.3f}" if name in group[0] else "" for name in columns[3:]]
             table.add_row(
                 arm, kind, str(context), f"{_mean(row['agreement'] for row in group):.3f}", f"{share.value:.3f}",
@@ -124,15 +123,16 @@ def _reuse(rows: Rows) -> list[Table]:
 def _excess(rows: Rows, title: str, columns: dict[str, str]) -> list[Table]:
     """Return a table for each kind and context: agreement and excess by the columns, which have titles."""
     scored = [row for row in rows if "agreement" in row]
-    noise = {row["text"]: row["agreement"] for row in scored if row["arm"] == NOISE}
     made = []
     for (kind, context), of_kind in _groups(scored, "kind", "context_tokens").items():
         table = Table(title=f"{title}: {kind}, {context} tokens")
         for column in (*columns.values(), "agreement", "excess", "95 %"):
             table.add_column(column, no_wrap=True)
         for key, group in _groups(of_kind, *columns).items():
-            found = [row["agreement"] for row in group]
-            excess = estimate_excess([noise.get(row["text"], 1.0) for row in group], found, SCORED)
+            found, noise = _beside_noise(scored, group)
+            if not found:
+                continue
+            excess = estimate_excess(noise, found, SCORED)
             table.add_row(
                 *map(str, key), f"{_mean(found):.3f}", f"{excess.value:.3f}", f"{excess.low:.3f} to {excess.high:.3f}",
             )  # fmt: skip
@@ -189,13 +189,12 @@ def _selection(rows: Rows) -> list[Table]:
 
 def _adaptive(rows: Rows) -> list[Table]:
     """Return what stays by arm and choice, and the adaptive shares by kind of text."""
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == NOISE}
     dense = {row["text"]: row["score"] for row in rows if row["arm"] == adaptive.DENSE and "score" in row}
     found = [row for row in rows if "kept" in row]
     columns = "kept", "attention_flops", "agreement", "of noise", "95 %", "RULER of dense", "95 %"
     table = Table("arm", "choice", *columns, title="Adaptive and fixed numbers of important tokens")
     for (arm, choice), group in _groups(found, "arm", "choice").items():
-        kept = estimate_ratio([row["agreement"] for row in group], [noise.get(row["text"], 1.0) for row in group])
+        kept = estimate_ratio(*_beside_noise(rows, group))
         asked = [row for row in group if "score" in row]
         right = estimate_ratio([row["score"] for row in asked], [dense[row["text"]] for row in asked])
         means = (f"{_mean(row[name] for row in group):.3f}" for name in columns[:3])
@@ -208,6 +207,14 @@ def _adaptive(rows: Rows) -> list[Table]:
         shares = " ".join(f"{_mean(layer):.2f}" for layer in layers)
         by_layer.add_row(arm, kind, task, f"{_mean(row['kept'] for row in group):.3f}", shares)
     return [table, by_layer]
+
+
+def _beside_noise(rows: Rows, group: Rows) -> tuple[list[float], list[float]]:
+    """Return the agreements of a group and those of dense attention in float32, which are 1 if nothing has measured
+    them. If they are measured for other texts only, the text is left out."""
+    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == NOISE}
+    found = [row for row in group if not noise or row["text"] in noise]
+    return [row["agreement"] for row in found], [noise.get(row["text"], 1.0) for row in found]
 
 
 def _mean(values: Any) -> float:

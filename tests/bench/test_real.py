@@ -467,6 +467,25 @@ def test_scores_are_held_to_dense_attention():
     assert all(value != value for value in (nothing.value, nothing.low, nothing.high))
 
 
+@pytest.mark.parametrize("study", ["prefill", "decode", "adaptive"])
+def test_tables_leave_out_a_text_that_alone_lacks_its_noise(study):
+    about = {"study": study, "kind": "prose", "context_tokens": 300, "choice": "fixed"}
+    kept = {"kept": 0.4, "attention_flops": 0.5, "kept_by_layer": [0.4]}
+    rows = [about | {"arm": "some", "text": text, "agreement": 0.6} | kept for text in "ab"]
+    noise = about | {"arm": "noise", "text": "a", "agreement": 0.8}
+
+    def shown(rows: list[dict]) -> list[str]:
+        """What the arm has beside the noise."""
+        table = next(tables(rows))
+        columns = {column.header: list(column.cells) for column in table.columns}
+        cells = columns["excess" if study == "decode" else "of noise"]
+        return [cell for arm, cell in zip(columns["arm"], cells, strict=True) if arm == "some"]
+
+    assert set(shown([noise, *rows])) == {"0.200" if study == "decode" else "0.750"}
+    # Without any noise the texts were read in float32.
+    assert set(shown(rows)) == {"0.400" if study == "decode" else "0.600"}
+
+
 def test_tables_of_all_studies(model, question, text, monkeypatch):
     monkeypatch.setattr(routing, "DENSE_LAYERS", 0)
     rows = [
