@@ -97,6 +97,29 @@ def read_run(path: Path) -> Run:
     return Run(runs[0].about, [row for run in runs for row in run.rows])
 
 
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """Read the measurements of result files of one model, in order.
+
+    Raises:
+        ConfigurationError: as `model_of`.
+    """
+    model_of(paths)
+    return [row for path in paths for run in read_runs(path) for row in run.rows]
+
+
+def model_of(paths: Sequence[Path]) -> str | None:
+    """The model of all runs in result files; None if they have none.
+
+    Raises:
+        ConfigurationError: a file cannot be read or is not a result file, or the files are of different models.
+    """
+    models = dict.fromkeys(run.about.get("model") for path in paths for run in read_runs(path))
+    if len(models) > 1:
+        got = f"{' and '.join(path.name for path in paths)}, of {' and '.join(map(str, models))}"
+        raise ConfigurationError(f"results: got {got}, allowed together: those of one model")
+    return next(iter(models), None)
+
+
 class ResultFile:
     """A result file that is open for writing. Each line is flushed to disk."""
 

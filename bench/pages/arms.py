@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bench.common.arms import BEFORE, Cell, Items, changes, losses, questions, weights_text
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, Row, read_run, read_runs
+from bench.common.results import RESULTS, read_rows, read_run
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def arms() -> Block:
     files = arm_files()
     if not files:
         return Block(_NOTHING)
-    rows, budget = _rows(files), _trained_budget(files)
+    rows, budget = read_rows(files), _trained_budget(files)
     found = [(questions(rows), "{:.3f}"), (losses(rows), "{:+.3f}"), (changes(rows), "{:+.1%}")]
     columns = [(0, None), (0, _WIDE), (0, budget), (1, None), (1, budget), (2, budget)]
     lines = []
@@ -60,7 +60,7 @@ def claims() -> Block:
     files = arm_files()
     if not files:
         return Block("")
-    rows, budget = _rows(files), _trained_budget(files)
+    rows, budget = read_rows(files), _trained_budget(files)
     scores, nats = questions(rows), losses(rows)
     lines = []
     for rank in dict.fromkeys(cell.lora_rank for cell in nats if cell.arm != BEFORE):
@@ -98,7 +98,7 @@ def draw_arms() -> Figure:
     """The held-out loss during training, and RULER and the loss of text by budget."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in _rows(arm_files()) if row["lora_rank"] == 0]
+    rows = [row for row in read_rows(arm_files()) if row["lora_rank"] == 0]
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     steps, scores, texts = figure.subplots(1, 3)
     names = list(dict.fromkeys(row["arm"] for row in rows))
@@ -133,10 +133,6 @@ def draw_arms() -> Figure:
     for axes in (steps, scores, texts):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _rows(files: Iterable[Path]) -> list[Row]:
-    return [row for path in files for run in read_runs(path) for row in run.rows]
 
 
 def _trained_budget(files: Sequence[Path]) -> int:

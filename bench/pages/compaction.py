@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench.common.pages import Block, table, wrap
-from bench.common.results import RESULTS, read_run
+from bench.common.results import RESULTS, Row, read_rows, read_run
 
 SOAK = RESULTS / "h100" / "soak" / "evicting.jsonl"
 WINDOW = RESULTS / "h200" / "compaction" / "window_decoding_8b.jsonl"
@@ -15,11 +15,8 @@ _NOTHING = "Nothing yet."
 
 def users() -> Block:
     """Requests that run at once, and throughput, over whole runs by cache, clients and variant."""
-    paths, rows = [], []
-    for path in _files("capacity"):
-        whole = [row for row in read_run(path).rows if "window_seconds" not in row]
-        rows += whole
-        paths += [path] if whole else []
+    paths = [path for path in _files("capacity") if any(map(_is_whole, read_run(path).rows))]
+    rows = list(filter(_is_whole, read_rows(paths)))
     rows.sort(key=lambda row: (row["cache_tokens"] or float("inf"), row["concurrency"], row["input_tokens"]))
     lines = [
         [
@@ -31,6 +28,10 @@ def users() -> Block:
     ]  # fmt: skip
     headings = ["KV cache", "clients", "backend", "requests at once", "output tokens per s"]
     return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def _is_whole(row: Row) -> bool:
+    return "window_seconds" not in row
 
 
 def speed() -> Block:
@@ -66,8 +67,7 @@ def times() -> Block:
     parts = [
         f"`{row['variant']}`: {row['prefill_seconds']:.2f} s for a prefill of {row['context_tokens']:,} tokens, and "
         f"{row['step_ms']:.1f} ms for a decode step of {row['running']} requests beside it."
-        for path in paths
-        for row in read_run(path).rows
+        for row in read_rows(paths)
     ]
     return Block(wrap(" ".join(parts), ""), paths) if paths else Block(_NOTHING)
 
@@ -75,7 +75,7 @@ def times() -> Block:
 def identical() -> Block:
     """Number of answers equal to dense attention's if the budget holds the whole prompt."""
     paths = _files("identical")
-    rows = [row for path in paths for row in read_run(path).rows]
+    rows = read_rows(paths)
     backends = ", ".join(f"`{name}`" for name in dict.fromkeys(row["variant"] for row in rows))
     text = (
         f"With a budget that holds the whole prompt, {sum(row['identical'] for row in rows)} of "
@@ -87,13 +87,12 @@ def identical() -> Block:
 def decoded() -> Block:
     """Next tokens and loss beside dense attention, of methods that evict while a text is decoded."""
     paths, lines = _files("decoded"), []
-    for path in paths:
-        rows = read_run(path).rows
-        for setting in dict.fromkeys(row["setting"] for row in rows):
-            found = [row for row in rows if row["setting"] == setting]
-            kept, same, nats = (mean(row[name] for row in found) for name in ("key_kept_share", "agreement", "nll"))
-            name = "dense, in other batches" if setting == "dense-again" else f"`{setting}`"
-            lines.append([name, f"{kept:.0%}", f"{same:.1%}", f"{nats:.3f}"])
+    rows = read_rows(paths)
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        found = [row for row in rows if row["setting"] == setting]
+        kept, same, nats = (mean(row[name] for row in found) for name in ("key_kept_share", "agreement", "nll"))
+        name = "dense, in other batches" if setting == "dense-again" else f"`{setting}`"
+        lines.append([name, f"{kept:.0%}", f"{same:.1%}", f"{nats:.3f}"])
     headings = ["method", "tokens kept", "same next token as dense", "more nats per token"]
     return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
 
@@ -106,8 +105,7 @@ def decoding() -> Block:
             f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['output_tokens_per_second']:,}",
             f"{row['step_ms_median']:.1f}", f"{row['step_ms_p99']:.0f}", f"{row['step_ms_max']:.0f}",
         ]
-        for path in paths
-        for row in read_run(path).rows
+        for row in read_rows(paths)
     ]  # fmt: skip
     headings = [
         "backend or method", "requests at once", "output tokens per s", "median step, ms", "99th percentile", "longest"

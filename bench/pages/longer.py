@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.common.arms import POSITIONS, QUESTIONS, longer_parts
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, read_runs
+from bench.common.results import RESULTS, read_rows
 from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
 FOLDER = RESULTS / "h100" / "training-longer"
@@ -24,7 +24,7 @@ def longer() -> Block:
     files = longer_files()
     if not files:
         return Block(_NOTHING)
-    rows = [row for path in files for run in read_runs(path) for row in run.rows]
+    rows = read_rows(files)
     parts = longer_parts(rows)
     arms = list(dict.fromkeys(arm for part in _TITLES for arm, _ in parts[part]))
     lines = []

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bench.common.arms import Cell, questions
 from bench.common.options import size_text
-from bench.common.results import RESULTS, Row, read_run, read_runs
+from bench.common.results import RESULTS, Row, read_rows, read_run
 from bench.pages import compaction, kernels, offload, prefill, quality, real, serving, sinks
 from bench.pages.arms import arm_files
 from vllm_sparse_plugin.tools.eval.results import read_results
@@ -65,8 +65,7 @@ def trained() -> Found:
 
 def _arm_scores(*arms: tuple[str, bool]) -> tuple[int, list[float]]:
     """The budget of the trained arms, and the mean RULER score of arms with this budget or densely; all weights."""
-    rows = [row for path in arm_files() for run in read_runs(path) for row in run.rows]
-    budget, scores = int(read_run(arm_files()[0]).about["budget_tokens"]), questions(rows)
+    budget, scores = int(read_run(arm_files()[0]).about["budget_tokens"]), questions(read_rows(arm_files()))
     return budget, [mean(scores[Cell(arm, 0, budget if sparse else None)]) for arm, sparse in arms]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, Row, read_rows
 
 FOLDER = RESULTS / "h200" / "prefill"
 ZIPVL = {"zipvl": FOLDER / "zipvl.jsonl", "zipvl_paper": FOLDER / "zipvl_paper.jsonl"}
@@ -41,10 +41,9 @@ def _set(config: object, name: str = "") -> Iterator[str]:
 def read_times(paths: Sequence[Path], measurement: str, *keys: str) -> Times:
     """The rows of a kind of measurement by some of their columns. If files repeat a row, the last one counts."""
     times: Times = {}
-    for path in paths:
-        for row in read_run(path).rows:
-            if row["measurement"] == measurement and "seconds_median" in row:
-                times.setdefault(tuple(row[key] for key in keys), {})[engine_name(row)] = row
+    for row in read_rows(paths):
+        if row["measurement"] == measurement and "seconds_median" in row:
+            times.setdefault(tuple(row[key] for key in keys), {})[engine_name(row)] = row
     return dict(sorted(times.items()))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.common.pages import Block, table, wrap
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, Row, model_of, read_rows, read_run
 from bench.pages.serving import read_steps
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
@@ -169,21 +169,18 @@ def adaptive() -> Block:
 
 def adaptive_rows(arm: str, choice: str) -> list[Row]:
     """The rows of an arm of the study and a choice of its tokens."""
-    return [row for path in ADAPTIVE for row in _rows(path) if (row["arm"], row.get("choice")) == (arm, choice)
-            and "kept" in row]  # fmt: skip
+    rows = read_rows(ADAPTIVE)
+    return [row for row in rows if (row["arm"], row.get("choice")) == (arm, choice) and "kept" in row]
 
 
 def adaptive_share(arm: str, choice: str) -> float:
-    """The next tokens of dense attention that stay, over those in float32 if the study has them."""
-    rows = [row for path in ADAPTIVE for row in _rows(path)]
-    noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
-    found = adaptive_rows(arm, choice)
-    return estimate_ratio([row["agreement"] for row in found], [noise.get(row["text"], 1.0) for row in found]).value
+    """The next tokens of dense attention that stay, over those in float32."""
+    return _over_noise(read_rows(ADAPTIVE), adaptive_rows(arm, choice)).value
 
 
 def adaptive_answers(arm: str, choice: str) -> float:
     """The RULER score over that of dense attention."""
-    rows = [row for path in ADAPTIVE for row in _rows(path)]
+    rows = read_rows(ADAPTIVE)
     dense = {row["text"]: row["score"] for row in rows if row["arm"] == DENSE and "score" in row}
     found = [row for row in adaptive_rows(arm, choice) if "score" in row]
     return estimate_ratio([row["score"] for row in found], [dense[row["text"]] for row in found]).value
@@ -221,10 +218,9 @@ def kept_answers(arm: str) -> Estimate:
 def _answer_rows() -> list[Row]:
     """Rows of answers from a share of the prompt. If files repeat a row, the first one counts."""
     rows: dict[tuple[str, str], Row] = {}
-    for path in ANSWERS:
-        for row in _rows(path):
-            if "score" in row and row["ratio"] in (_KEPT, 1.0):
-                rows.setdefault((row["arm"], row["name"]), row)
+    for row in read_rows(ANSWERS):
+        if "score" in row and row["ratio"] in (_KEPT, 1.0):
+            rows.setdefault((row["arm"], row["name"]), row)
     return list(rows.values())
 
 
@@ -384,7 +380,7 @@ def ruler_policies() -> Block:
     """The mean RULER score of each backend, answered by vLLM. If files repeat a row, the first one counts."""
     files = sorted(RULER.parent.glob(f"{RULER.stem}*.jsonl"))
     found: dict[tuple[str, str], Row] = {}
-    for row in (row for path in files for row in _rows(path)):
+    for row in read_rows(files):
         found.setdefault((row["setting"], row["id"]), row)
     rows, lines = list(found.values()), []
     contexts = sorted({row["context_tokens"] for row in rows})
@@ -465,9 +461,9 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
                 _percent(_art_changed(rows[ART_TEXTS], arm)) if texts else "",
             ]
         lines.append([arm.name, *shares, *cells])
-    model = read_run(ART_ANSWERS).about["model"]
+    model = str(model_of([*rows]))
     headings = [model, "keys kept", "keys read", "answers over dense", "next tokens changed"]
-    return Block(table(headings, lines), [ART_ANSWERS, ART_TEXTS])
+    return Block(table(headings, lines), [*rows])
 
 
 def art_answered(arm: Arm) -> Estimate:
@@ -532,8 +528,9 @@ def _estimate_excess(noise: Mapping[str, float], kept: Mapping[str, float]) -> E
 
 
 def _over_noise(rows: Sequence[Row], found: Sequence[Row]) -> Estimate:
-    """Agreements over those of dense attention in float32."""
+    """Agreements over those of dense attention in float32, of the texts that have both."""
     noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
+    found = [row for row in found if row["text"] in noise]
     return estimate_ratio([row["agreement"] for row in found], [noise[row["text"]] for row in found])
 
 

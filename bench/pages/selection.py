@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.common.options import size_text
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, Row, read_rows, read_run
 from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
 _REAL = RESULTS / "cpu-2core" / "real"
@@ -93,8 +93,8 @@ def _shares(rows: Iterable[Row]) -> dict[int, str]:
     return {context: ", ".join(f"{_mean(of[room]):.1%}" for room in _ROOMS) for context, of in found.items()}
 
 
-def _rows(paths: Iterable[Path], arm: str) -> list[Row]:
-    return [row for path in paths for row in read_run(path).rows if row.get("arm") == arm]
+def _rows(paths: Sequence[Path], arm: str) -> list[Row]:
+    return [row for row in read_rows(paths) if row.get("arm") == arm]
 
 
 def _by_text(rows: Iterable[Row], ranked_by: str, refined: float, pages: int) -> dict[str, float]:

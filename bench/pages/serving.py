@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
-from bench.common.results import RESULTS, Row, read_run
+from bench.common.results import RESULTS, Row, read_rows, read_run
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
 MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique"))
-_MANY = 32
-"""Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
 _REUSE = H200 / "lossless" / "score_every.jsonl"
 _MAIN, _MAIN_H100 = (RESULTS / machine / "decode" / "main.jsonl" for machine in ("h200", "h100"))
@@ -282,10 +280,10 @@ def serve_prefill() -> Block:
 
 
 def serving() -> Block:
-    """A server under load by cached tokens, clients and backend."""
-    rows = list(read_run(FEW_CLIENTS).rows)
-    rows += [row for path in MANY_CLIENTS for row in read_run(path).rows if row["concurrency"] == _MANY]
-    found = {(row["workload"], row["concurrency"], row["variant"]): row for row in rows}
+    """A server under load by cached tokens, clients and backend. If files repeat a row, the first one counts."""
+    found: dict[tuple[str, int, str], Row] = {}
+    for row in read_rows([FEW_CLIENTS, *MANY_CLIENTS]):
+        found.setdefault((row["workload"], row["concurrency"], row["variant"]), row)
     lines = []
     for (workload, concurrency, variant), row in sorted(found.items(), key=lambda item: item[0][:2]):
         dense = found[workload, concurrency, "flash_attn"]["output_tokens_per_second"]

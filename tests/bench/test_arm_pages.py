@@ -102,7 +102,7 @@ def test_the_figure_has_a_curve_and_a_line_for_each_arm(measured):
 
 def test_arms_without_questions_are_shown_and_judged_by_their_texts(measured, monkeypatch):
     rows = [row for row in measured if row["arm"] == "before" or row.get("part") != "questions"]
-    monkeypatch.setattr(arms, "_rows", lambda files: rows)
+    monkeypatch.setattr(arms, "read_rows", lambda files: rows)
     shown = [line.split(" | ") for line in arms.arms().text.splitlines()[2:6]]
     assert [line[2] != "" for line in shown] == [True, False, False, False]
     judged = {line.split(" | ")[3] for line in arms.claims().text.splitlines()[2:]}

@@ -24,6 +24,7 @@ from bench.pages import (
     states,
     training,
 )
+from vllm_sparse_plugin.errors import ConfigurationError
 
 
 def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
@@ -364,6 +365,19 @@ def test_adaptive_numbers_stand_beside_fixed_ones_of_the_same_mean(tmp_path, mon
     )
 
 
+def test_a_text_whose_noise_is_missing_is_left_out(tmp_path, monkeypatch):
+    rows = [{"text": "a", "arm": "noise", "agreement": 0.8}]
+    rows += [
+        {"text": text, "arm": "zero_0.95", "choice": "fixed", "agreement": 0.6, "kept": 0.4, "share": 0.1}
+        for text in "ab"
+    ]
+    path = write_run(tmp_path / "adaptive.jsonl", *rows)
+    monkeypatch.setattr(real, "ADAPTIVE", [path])
+    monkeypatch.setattr(real, "ROUTING", path)
+    assert real.adaptive_share("zero_0.95", "fixed") == pytest.approx(0.75)
+    assert real.kept_by_share("zero_0.95")[0.1].value == pytest.approx(0.75)
+
+
 def test_ruler_shows_the_tasks_that_dense_attention_answers_and_the_mean_of_all(tmp_path, monkeypatch):
     easy = {("easy", 4096): (1.0, 0.5), ("easy", 7900): (0.0, 0.0)}
     scores = easy | {("hard", 4096): (0.1, 0.1), ("hard", 7900): (1.0, 1.0)}
@@ -392,6 +406,15 @@ def test_ruler_scores_of_several_files_are_one_table(tmp_path, monkeypatch):
     assert [line.partition(" [")[0] for line in block.text.splitlines()[2:]] == [
         "| `dense` | all | 1.00", "| `unique` | preset | 0.75", "| `snapkv` | 2,048 | 0.50",
     ]  # fmt: skip
+
+
+def test_results_of_two_models_do_not_become_one_table(tmp_path, monkeypatch):
+    row = {"setting": "dense", "id": "a", "task": "easy", "context_tokens": 4096, "score": 1.0}
+    monkeypatch.setattr(real, "RULER", write_run(tmp_path / "ruler.jsonl", row, model="one"))
+    write_run(tmp_path / "ruler_more.jsonl", row, model="other")
+    sentence = "results: got ruler.jsonl and ruler_more.jsonl, of one and other, allowed together: those of one model"
+    with pytest.raises(ConfigurationError, match=f"^{sentence}$"):
+        real.ruler_policies()
 
 
 def _art_rows(measure: str, dense: str, base: float) -> list[dict]:
