@@ -285,6 +285,17 @@ def test_a_request_that_waits_keeps_its_queries_and_a_preempted_one_gives_its_pl
     assert_follows(harness, models[:1], [[1]] * 60)
 
 
+def test_another_request_of_the_same_name_begins_anew(model):
+    """A client may abort a request and send another one of its name, which begins at a prefix-cache hit."""
+    harness, settings = harness_of(model, settings_of("snapkv")), settings_of("snapkv")
+    request = harness.request(600)
+    follower = Model(settings, request)
+    harness.step([(request, 64)])
+    follower.attend()
+    request.prompt_tokens = 100
+    assert_follows(harness, [follower], [[36], *[[1]] * 120])
+
+
 def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
     harness = harness_of(model, settings_of("h2o"))
     other = harness.request(200)

@@ -147,8 +147,8 @@ class StepEvictions(StepCompaction):
                 continue
             computed, table = lengths[index] - query_lens[index], common.block_table_tensor[index]
             request = self._held.get(row.request_id)
-            # A resumed request begins again, perhaps behind a prefix-cache hit.
-            if request is None or computed != request.until:
+            # A resumed request begins again, perhaps behind a prefix-cache hit, and so does another one of its name.
+            if request is None or computed != request.until or request.prompt_tokens != row.prompt_tokens:
                 ranges = self.protected.of(row.request_id)
                 request = self._held[row.request_id] = _Held(row.prompt_tokens, ranges=ranges, since=computed)
             request.computed, request.until = computed, lengths[index]

@@ -183,8 +183,9 @@ class StepCompaction:
                 continue
             computed = lengths[index] - query_lens[index]
             request = self._requests.get(row.request_id)
-            # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt.
-            if request is None or computed < request.until:
+            # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt, and another
+            # request of the same name where this one was aborted.
+            if request is None or computed < request.until or request.prompt_tokens != row.prompt_tokens:
                 ranges = self.protected.of(row.request_id)
                 request = self._requests[row.request_id] = RequestState(row.prompt_tokens, ranges=ranges)
             request.computed, request.until = computed, lengths[index]

@@ -68,6 +68,22 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
     assert metadata.decode[0].block_table.data_ptr() == seen[1][0]
 
 
+def test_another_request_of_the_same_name_begins_anew(builder, layer):
+    """A client may abort a request and send another one of its name, which begins at a prefix-cache hit."""
+    runner = runner_of({2: 900})
+    builder.compaction = compaction_of(runner, layer, slides=True)
+
+    def step(new: int, length: int) -> list[int]:
+        common = common_metadata([new], [length], [False]).replace(req_idx=np.array([2]))
+        return builder.build(0, common).seq_lens.tolist()
+
+    assert step(64, 64) == [64]
+    runner.req_states.prompt_len.np[2] = 300
+    assert step(236, 300) == [300]
+    # Two full blocks of 100 tokens are left, one of them with the sinks.
+    assert step(1, 301) == [2 * BLOCK + 45]
+
+
 @pytest.mark.parametrize("layer", ["unique", "dense"], indirect=True)
 @pytest.mark.parametrize("every_query", [False, True])
 def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
