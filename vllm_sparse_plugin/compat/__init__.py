@@ -19,12 +19,13 @@ from vllm_sparse_plugin.compat.engine import (
     untested_vllm,
 )
 from vllm_sparse_plugin.compat.runners import (
+    batch_of_step,
     hook_decode_graphs,
     hook_model_runners,
     hook_speculators,
+    is_dummy_run,
     mend_kernel_overrides,
     mend_rejection_sampling,
-    requests_of_step,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "GPU_DRAFTING_METHOD",
     "TESTED_VLLM",
     "backend_member",
+    "batch_of_step",
     "chosen_backend",
     "drafts_for_itself",
     "hook_cache_allocation",
@@ -41,10 +43,10 @@ __all__ = [
     "hook_platform",
     "hook_requests",
     "hook_speculators",
+    "is_dummy_run",
     "mend_kernel_overrides",
     "mend_rejection_sampling",
     "register_backend_names",
-    "requests_of_step",
     "run_vllm_cli",
     "untested_vllm",
 ]

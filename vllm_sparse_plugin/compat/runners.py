@@ -7,22 +7,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from vllm_sparse_plugin.compat.engine import HOOKED, drafts_for_itself
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
     from vllm.config import VllmConfig
 
     from vllm_sparse_plugin.metrics.sampling import Lengths
 
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners. The CPU's runner derives from the first."""
-_steps: WeakKeyDictionary[Any, NDArray[np.int32]] = WeakKeyDictionary()
-"""What `requests_of_step` returns, by runner."""
+_steps: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What `batch_of_step` returns, by runner."""
+_dummies: WeakSet[Any] = WeakSet()
+"""Runners in a dummy run."""
 
 
 def hook_model_runners(
@@ -38,10 +38,13 @@ def hook_model_runners(
     cache specifications of layers, before each step chooses a CUDA graph, when requests end or are preempted, and
     before they shut down. The second runner also calls back for new requests, and `requests_of_step` knows its
     requests.
+    cache specifications of layers, before each step chooses a CUDA graph, and when requests end or are preempted.
+    The second runner also calls back for new requests. `batch_of_step` and `is_dummy_run` tell more of a step.
 
     Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
-    for plugins, and does not name the requests of a step to models with state-space layers. A full CUDA graph calls no
+    for plugins. To models with state-space layers it does not name the requests of a step, and it calls a single token
+    of a prompt decoding. The rows of a dummy run have the numbers of requests that wait. A full CUDA graph calls no
     layer, so a measured step must run like a step with prompts: with piecewise graphs or without graphs. Data-parallel
     engines agree on this as for such steps. A model may outlive its engine, and vLLM frees only the caches it knows.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
@@ -71,6 +74,8 @@ def hook_model_runners(
             runner.execute_model = _telling_ends(runner.execute_model, finished, preempted)
         if hasattr(runner, "shutdown"):
             runner.shutdown = _ending(runner.shutdown, ending)
+        if hasattr(runner, "_dummy_run"):
+            setattr(runner, "_dummy_run", _noting_dummies(runner._dummy_run))  # noqa: B010
         if hasattr(runner, "gather_batch_req_state"):
             runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
         elif hasattr(runner, "_determine_batch_execution_and_padding"):
@@ -79,9 +84,17 @@ def hook_model_runners(
         setattr(runner, HOOKED, True)
 
 
-def requests_of_step(runner: Any) -> NDArray[np.int32] | None:
-    """Returns the numbers of the requests whose metadata the second runner builds, in order; None outside of it."""
+def batch_of_step(runner: Any) -> Any | None:
+    """Returns the batch whose metadata the second runner builds; None outside of it.
+
+    `idx_mapping_np` has the numbers of its requests, in order; `is_prefilling_np` says which compute their prompts.
+    """
     return _steps.get(runner)
+
+
+def is_dummy_run(runner: Any) -> bool:
+    """Returns whether a runner is in a dummy run, which has no requests."""
+    return runner in _dummies
 
 
 def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
@@ -229,14 +242,14 @@ def _showing(
 
 
 def _note_requests(runner: Any) -> None:
-    """Lets `requests_of_step` know the requests of each step of the second runner."""
+    """Lets `batch_of_step` know the batch of each step of the second runner."""
     prepare, building = runner.model_state.prepare_attn, ref(runner)
     if getattr(prepare, HOOKED, False):
         return
 
     @functools.wraps(prepare)
     def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        _steps[building()] = input_batch.idx_mapping_np
+        _steps[building()] = input_batch
         try:
             return prepare(input_batch, *args, **kwargs)
         finally:
@@ -244,6 +257,18 @@ def _note_requests(runner: Any) -> None:
 
     setattr(prepare_attn, HOOKED, True)
     runner.model_state.prepare_attn = prepare_attn
+
+
+def _noting_dummies(dummy_run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(dummy_run)
+    def run(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        _dummies.add(runner)
+        try:
+            return dummy_run(runner, *args, **kwargs)
+        finally:
+            _dummies.discard(runner)
+
+    return run
 
 
 def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]) -> Callable[..., Any]:

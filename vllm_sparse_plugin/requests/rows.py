@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin import compat
@@ -34,10 +35,10 @@ class BatchRows:
         self._runner = ref(runner)
 
     def of(self, common: CommonAttentionMetadata) -> list[Row | None]:
-        """Returns the rows of a step, in order; None for a row without a request, as in a dummy run. Padding rows may
-        be missing."""
+        """Returns the rows of a step, in order; None for a row without a request. Padding rows may be missing, and so
+        are those of a dummy run."""
         runner = self._runner()
-        if runner is None:
+        if runner is None or compat.is_dummy_run(runner):
             return []
         if hasattr(runner, "req_states"):
             states, index = runner.req_states, _numbers_of(runner, common)
@@ -64,10 +65,10 @@ class BatchRows:
         return self.of(common)
 
     def arguments(self, common: CommonAttentionMetadata) -> list[Mapping[str, Any]]:
-        """Returns `extra_args` of each request of a step, in order; an empty mapping for a row without a request, as in
-        a dummy run. Padding rows may be missing."""
+        """Returns `extra_args` of each request of a step, in order; an empty mapping for a row without a request.
+        Padding rows may be missing, and so are those of a dummy run."""
         runner = self._runner()
-        if runner is None:
+        if runner is None or compat.is_dummy_run(runner):
             return []
         if hasattr(runner, "req_states"):
             index = _numbers_of(runner, common)
@@ -79,7 +80,7 @@ class BatchRows:
         return [self.arguments_of(name) for name in batch.req_ids[: batch.num_reqs]]
 
     def arguments_of(self, request_id: str | None) -> Mapping[str, Any]:
-        """Returns `extra_args` of a request; an empty mapping for a row without a request, as in a dummy run."""
+        """Returns `extra_args` of a request; an empty mapping for a row without a request."""
         runner = self._runner()
         if runner is None or request_id is None:
             return {}
@@ -104,7 +105,23 @@ class BatchRows:
 
 def _numbers_of(runner: Any, common: CommonAttentionMetadata) -> Any:
     """Returns the numbers of a step's requests in the newer model runner, in order; None for a batch of drafts."""
-    return compat.requests_of_step(runner) if common.req_idx is None else common.req_idx
+    batch = compat.batch_of_step(runner) if common.req_idx is None else None
+    return common.req_idx if batch is None else batch.idx_mapping_np
+
+
+def prompts_of(rows: BatchRows | None, common: CommonAttentionMetadata) -> torch.Tensor | None:
+    """Returns which requests of a step compute their prompts, `[num_reqs]` bool; None if vLLM does not tell.
+
+    For models with state-space layers, the newer runner's metadata leaves out prompts of which a step computes one
+    token: their state-space layers decode it.
+
+    Args:
+        rows: the requests of the batches; None without a runner.
+        common: the step. Padding rows may be missing from the result.
+    """
+    runner = None if rows is None else rows._runner()
+    batch = None if runner is None else compat.batch_of_step(runner)
+    return common.is_prefilling if batch is None else torch.from_numpy(batch.is_prefilling_np)
 
 
 _building: ContextVar[BatchRows | None] = ContextVar("building", default=None)

@@ -58,8 +58,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.sparse.runs_kernels:
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
+        self.rows = rows.current_if_any()
         # Lossless mode takes no budgets of requests. The rows of its drafting steps are not those of the runner.
-        served = rows.current_if_any() if self.sparse.lossless is None else None
+        served = self.rows if self.sparse.lossless is None else None
         self.draft_rule = self.sparse.draft_rule
         self.chosen: DecodeTokens | None = None
         """The newest step of a draft that chose pages."""
@@ -247,6 +248,5 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if limits is not None:
             sparse &= limits.least < EVERY_PAGE
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
-        if common.is_prefilling is not None:
-            sparse &= ~common.is_prefilling
-        return sparse
+        in_prompt = rows.prompts_of(self.rows, common)
+        return sparse if in_prompt is None else sparse & ~in_prompt

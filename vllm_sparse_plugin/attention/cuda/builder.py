@@ -99,7 +99,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
-        self.limits = StepLimits(sparse, rows.current_if_any(), max_requests, device)
+        self.rows = rows.current_if_any()
+        self.limits = StepLimits(sparse, self.rows, max_requests, device)
         group = plan_layers(
             layers, sparse, vllm_config, self.block_size, statistics, device, retention_of(kv_cache_spec)
         )
@@ -357,9 +358,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> NDArray[np.bool_]:
         """Writes and returns which decoding requests attend densely, `[num_decodes]` bool."""
         dense = np.zeros(num_decodes, dtype=bool)
-        if common.is_prefilling is not None:
+        in_prompt = rows.prompts_of(self.rows, common)
+        if in_prompt is not None:
             # The requests that pad the batch of a graph may be missing.
-            prefilling = common.is_prefilling.numpy()[:num_decodes]
+            prefilling = in_prompt.numpy()[:num_decodes]
             dense[: len(prefilling)] |= prefilling
         for request, pages in enumerate(asked[:num_decodes]):
             dense[request] |= pages is not None and pages.least >= EVERY_PAGE
