@@ -45,7 +45,7 @@ def test_the_rows_of_a_dummy_run_are_of_no_request(monkeypatch, kind):
     monkeypatch.setattr(compat.runners, "_showing", lambda initialize, building: initialize)
     monkeypatch.setattr(compat.runners, "_spreading", lambda get, spread: get)
     for _ in range(2):
-        compat.hook_model_runners(print, print, print, lambda *step: False, print, print)
+        compat.hook_model_runners(print, print, print, lambda *step: False, print, print, print)
     runner, other = made(), made()
     rows, rows_of_other = BatchRows(runner), BatchRows(other)
     dummy = InputBatch.make_dummy(1, 1, InputBuffers(2, 4, torch.device("cpu")))

@@ -36,10 +36,8 @@ def hook_model_runners(
 ) -> None:
     """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
     cache specifications of layers, before each step chooses a CUDA graph, when requests end or are preempted, and
-    before they shut down. The second runner also calls back for new requests, and `requests_of_step` knows its
-    requests.
-    cache specifications of layers, before each step chooses a CUDA graph, and when requests end or are preempted.
-    The second runner also calls back for new requests. `batch_of_step` and `is_dummy_run` tell more of a step.
+    before they shut down. The second runner also calls back for new requests. `batch_of_step` and `is_dummy_run` tell
+    more of a step.
 
     Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
