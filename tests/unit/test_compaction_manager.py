@@ -163,6 +163,25 @@ def test_blocks_come_back_at_the_second_decode_step_and_positions_stay(freed):
     assert pool.free == pool.all
 
 
+@pytest.mark.parametrize("retention", [replace(each, min_context_tokens=200) for each in (MOVING, FALLING)])
+def test_a_hit_that_vllm_limits_ends_before_the_blocks_that_are_written_again(retention):
+    """vLLM 0.33 asks for fewer tokens than a prompt has if it returns the experts of tokens that it computes."""
+    pool = Pool(retention)
+    # A short prompt keeps every token, so the cache has all of its blocks.
+    pool.run(pool.request("short", WORDS[:190]), 1)
+    for length in (191, 205, 209):
+        request = pool.request("long", WORDS[:length])
+        most = min(190, *(each.longest_hit(length, BLOCK) for each in pool.retentions)) // BLOCK * BLOCK
+
+        def hit(limit: int, hashes: list = request.block_hashes) -> int:
+            return pool.manager.coordinator.find_longest_cache_hit(hashes, limit)[1]
+
+        assert hit(length - 1) == most
+        hits = [hit(blocks * BLOCK) for blocks in range(length // BLOCK)]
+        assert all(found <= min(most, limit) for found, limit in zip(hits, range(0, length, BLOCK), strict=False))
+        assert hits[:5] == [*range(0, 5 * BLOCK, BLOCK)]
+
+
 def test_a_window_moves_on(freed):
     pool = Pool(SLIDING)
     request = pool.request("a", WORDS[:500])

@@ -115,11 +115,15 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         """Finds the longest hit before the blocks that kept tokens will move into; see vLLM for the arguments."""
         spec: CompactSpec = kwargs["kv_cache_spec"]
         if _first_groups[kwargs["block_pool"]].number in kwargs["kv_cache_group_ids"]:
-            # vLLM asks for all tokens except the last, and for none for a request with output
-            # (`pop_blocks_for_free`). Layers that attend to the whole context come first, and all of them keep a part.
-            # It asks later groups for at most the hit of earlier ones.
+            # vLLM asks for all tokens except the last, or for fewer in whole blocks, and for none for a request with
+            # output (`pop_blocks_for_free`). Layers that attend to the whole context come first, and all of them keep a
+            # part. It asks later groups for at most the hit of earlier ones.
+            size = kwargs["block_pool"].hash_block_size
+            hashed = len(block_hashes) * size
+            is_whole = max_length >= hashed and max_length % size
+            prompts = [max_length + 1] if is_whole else range(hashed, hashed + size)
             # The hit is clipped for all classes: a class that keeps a whole prompt could hit blocks that others write.
-            longest = (retention.longest_hit(max_length + 1, spec.block_size) for retention in spec.of_model)
+            longest = (each.longest_hit(tokens, spec.block_size) for each in spec.of_model for tokens in prompts)
             max_length = min(max_length, *longest)
         found: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes, max_length, *args, **kwargs
