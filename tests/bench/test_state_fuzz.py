@@ -56,6 +56,17 @@ def test_everything_happens(counts, event):
     assert counts[event] > 0
 
 
+def test_a_request_that_ends_in_a_step_without_tokens_is_forgotten(monkeypatch):
+    fuzz = Fuzz(0, replace(SMALL, policy="evicting h2o and unique", is_async=False))
+    fuzz._ask()
+    monkeypatch.setattr(fuzz, "_clients", lambda: None)
+    while fuzz.scheduler.has_requests():
+        fuzz.step()
+    assert fuzz.worker.counts["finished"] > 0
+    assert not fuzz.worker.requests
+    assert not fuzz.worker.rows
+
+
 def leave_out_a_page(metadata) -> None:
     if metadata.filled:
         blocks, pages = metadata.filled

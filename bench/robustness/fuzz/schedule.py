@@ -101,9 +101,8 @@ class Fuzz:
             raise FaultError("vLLM copies or clears blocks, which this worker does not do")
         counts["preemptions"] += len(output.preempted_req_ids or ())
         unknown = {name: new for _, results in self.in_flight for name, new in results if new}
-        if output.total_num_scheduled_tokens:
-            self.outcome.steps += 1
-            self.worker.step(output, scheduler.requests, unknown)
+        self.outcome.steps += output.total_num_scheduled_tokens > 0
+        self.worker.step(output, scheduler.requests, unknown)
         self.in_flight.append((output, list(self._sample(output, unknown))))
         if self.rng.random() < _ABORT_IN_FLIGHT:
             self._abort("aborts_in_flight")

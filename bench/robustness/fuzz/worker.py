@@ -130,7 +130,7 @@ class Worker:
     def step(
         self, output: SchedulerOutput, requests: Mapping[str, Request], unknown: Mapping[str, Sequence[int]]
     ) -> None:
-        """Computes a step.
+        """Computes a step. One without tokens may still end or preempt requests.
 
         Args:
             output: what the scheduler says.
@@ -143,6 +143,8 @@ class Worker:
         """
         rows.preempt(self, output.preempted_req_ids or (), output.num_scheduled_tokens)
         scheduled = self._update(output, requests, unknown)
+        if not scheduled:
+            return
         lengths = [len(each.tokens) for each in scheduled]
         batch = self._batch(scheduled, lengths)
         positions = [torch.arange(each.computed, each.context) for each in scheduled]
