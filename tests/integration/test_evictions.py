@@ -1,6 +1,7 @@
 """Evictions while requests decode: in one attention layer on a CPU, against loops over tokens, and in engines."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from support.snapkv import votes_of
+from vllm.config import set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_sparse_plugin.config import COMPACTIONS, Compaction
-from vllm_sparse_plugin.requests.rows import preempt
+from vllm_sparse_plugin.requests.rows import building, preempt
+from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
@@ -57,6 +62,8 @@ class Model:
     """Learned sink logits of the query heads."""
     protected: frozenset[int] = frozenset()
     """Tokens that the request protects."""
+    layer: int = 0
+    """Number of the layer in the model."""
     left: int = 0
     held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
     sums: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in range(HEADS)])
@@ -100,7 +107,8 @@ class Model:
     def _scores(self, head: int, held: list[int]) -> list[float]:
         rule = self.compaction.rule()
         if rule.random_seed is not None:
-            votes = random_votes(range(max(held) + 1), [0], range(HEADS), rule.random_seed, torch.device("cpu"))
+            positions = range(max(held) + 1)
+            votes = random_votes(positions, [self.layer], range(HEADS), rule.random_seed, torch.device("cpu"))
             return votes[0, head, held].tolist()
         if rule.every_query:
             return [self.sums[head][token] for token in held]
@@ -168,6 +176,53 @@ def test_a_request_keeps_the_best_tokens_again_and_again(model, method, prompt):
     harness, settings = harness_of(model, settings_of(method)), settings_of(method)
     models = [Model(settings, harness.request(prompt)), Model(settings, harness.request(130))]
     assert_follows(harness, models, [[0, 60], [prompt, 70], *[[1, 1]] * 140])
+
+
+class TwoLayers:
+    """Takes the place of a harness's layer: beside it a second one, with the same builder and data of its own."""
+
+    def __init__(self, harness: LayerHarness) -> None:
+        self.bare, self.generator = harness.bare, harness.generator
+        config, device = harness.builder.vllm_config, torch.device("cpu")
+        names = [self.bare.name, "model.layers.1.self_attn.attn"]
+        with set_default_torch_dtype(torch.bfloat16), set_current_vllm_config(config), building(harness):
+            self.layer = Attention(
+                harness.num_heads, harness.head_size, harness.layer.impl.scale, harness.num_kv_heads,
+                cache_config=config.cache_config, prefix=names[1],
+            )  # fmt: skip
+            self.bare.builder = type(harness.builder)(self.bare.spec, names, config, device)
+        harness.bare, harness.builder = self, self.bare.builder
+        self.cache = harness.cache.clone()
+        self.data: tuple[torch.Tensor, ...] = ()
+        """Queries, keys and values of the latest step."""
+        self.output = torch.empty(0)
+
+    def step(self, batch: LayerBatch, cache: torch.Tensor, *data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        output, metadata = self.bare.step(batch, cache, *data)
+        self.data = tuple(torch.randn(part.shape, generator=self.generator).bfloat16() for part in data)
+        self.output = torch.empty_like(output)
+        query, key, value = self.data
+        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.cache, batch.slots)
+        self.layer.impl.forward(self.layer, query, key, value, self.cache, metadata, self.output)
+        return output, metadata
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_layer_keeps_what_its_own_queries_and_keys_say(model, method):
+    harness, settings = harness_of(model, settings_of(method)), settings_of(method)
+    layers, request = TwoLayers(harness), harness.request(150)
+    second = Request(request.blocks, request.prompt_tokens, request.keys, request.values)
+    models = [Model(settings, request), Model(settings, second, layer=1)]
+    for new in (150, *[1] * 90):
+        for each in models:
+            each.before(new)
+        (output,) = harness.step([(request, new)])
+        second.fresh, keys, values = layers.data
+        second.keys, second.values = torch.cat([second.keys, keys]), torch.cat([second.values, values])
+        for each, got in zip(models, (output, layers.output), strict=True):
+            assert (got.double() - each.attend()).abs().max() < DENSE_TOLERANCE
+    assert models[0].held != models[1].held
+    assert models[0].left > 2
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o"])
