@@ -235,6 +235,19 @@ def test_a_short_prompt_is_shared_up_to_the_first_eviction():
     assert not pool.own(again) & pool.tables(first)
 
 
+def test_a_request_shares_and_frees_by_the_prompt_that_it_began_with():
+    """vLLM lengthens the prompt of a session while it runs."""
+    pool = Pool(MOVING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, 3)
+    written, freed = pool.own(request), pool.table(request).count(0)
+    request.num_prompt_tokens = 900
+    for _ in range(40):
+        pool.step(request)
+    assert not pool.hashed(written)
+    assert pool.table(request).count(0) == freed
+
+
 def test_steps_in_flight_keep_what_they_read():
     pool = Pool(MOVING)
     request = pool.request("a", WORDS[:500])

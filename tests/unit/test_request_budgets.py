@@ -232,11 +232,11 @@ def test_protected_tokens_fit_the_budget_beside_those_that_are_kept_anyway(backe
 
 def test_protection_stands_beside_a_budget_and_separates_no_blocks():
     engine = engine_config("snapkv", {"selection": {"policy": "unique"}})
-    both = {"sparse_protect": "0:9,20:30", "sparse_budget_tokens": 24}
+    both = {"sparse_protect": "0:9,9:20,25:30", "sparse_budget_tokens": 24}
     enter(engine, SamplingParams(extra_args=both))
     config = resolve({"selection": {"policy": "unique"}}, "snapkv")
     assert pages_of_request(both, config) == (3, 3, 0.0)
-    assert protected_ranges(both, config, 32) == (range(9), range(20, 30))
+    assert protected_ranges(both, config, 32) == (range(9), range(9, 20), range(25, 30))
     assert protected_ranges({"other": 1}, config, 32) == protected_ranges(None, config, 32) == ()
     # Blocks are hashed as long as they hold what dense attention has written.
     assert hashed_with(engine, {"sparse_protect": "0:9"}, "mine") == "mine"
