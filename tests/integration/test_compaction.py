@@ -12,8 +12,10 @@ from support.needles import needle_range
 from support.paged import dense_attention
 from support.snapkv import kept_tokens, votes_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config.compaction import ZipVLCompaction
+from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
@@ -375,6 +377,25 @@ def test_a_prompt_that_keeps_everything_is_served_as_without_the_section(model):
         outputs.append(torch.cat([harness.step([(request, new)])[0] for new in (200, 100, *[1] * 30)]))
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_lengths_on_the_host_are_those_that_attention_sees(model, monkeypatch):
+    common, seen = LayerBatch.common, []
+    monkeypatch.setattr(LayerBatch, "common", lambda self: common(self).replace(seq_lens_cpu_upper_bound=self.seq_lens))
+    harness = harness_of(model, "dense", SNAPKV)
+    condense = harness.builder.compaction.condense
+
+    def watch(step: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        step = condense(step)
+        seen.append((step.seq_lens.tolist(), step.seq_lens_cpu_upper_bound.tolist(), step.max_seq_len))
+        return step
+
+    monkeypatch.setattr(harness.builder.compaction, "condense", watch)
+    requests = [harness.request(300), harness.request(60)]
+    harness.step([(request, request.prompt_tokens) for request in requests])
+    harness.step([(request, 1) for request in requests])
+    left = 300 // BLOCK - 3
+    assert seen == [([300, 60], [300, 60], 300), ([301 - left * BLOCK, 61],) * 2 + (301 - left * BLOCK,)]
 
 
 def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):

@@ -351,6 +351,16 @@ def test_another_request_of_the_same_name_begins_anew(model):
     assert_follows(harness, [follower], [[36], *[[1]] * 120])
 
 
+def test_evictions_follow_a_cache_to_other_memory(model):
+    """The caches of some layers are known by their addresses."""
+    harness = harness_of(model, settings_of("snapkv"))
+    follower = Model(settings_of("snapkv"), harness.request(200))
+    assert_follows(harness, [follower], [[200], *[[1]] * 20])
+    left, harness.cache = harness.cache, harness.cache.clone()
+    left.fill_(torch.nan)
+    assert_follows(harness, [follower], [[1]] * 60)
+
+
 def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
     harness = harness_of(model, settings_of("h2o"))
     other = harness.request(200)
