@@ -53,7 +53,7 @@ def look_alikes() -> Block:
         here = {"context_tokens": context}
         unique = [share_right(answers, backend="unique", **here) for answers in (small, large)]
         rows.append([f"{context:,}", share_right(small, backend="dense", **here), *unique])
-    headings = ["context", "dense", "`unique`", "`unique_wide`"]
+    headings = ["context", "dense", *(f"{budget:,} tokens" for budget in LOOK_ALIKES)]
     return Block(table(headings, rows), list(LOOK_ALIKES.values()))
 
 

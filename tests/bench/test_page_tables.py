@@ -566,3 +566,14 @@ def test_right_answers_are_counted_by_engine_if_there_are_any(tmp_path, monkeypa
         "| `flash_attn` | 1 x 1024K | 32 | 1 of 1 | 2.00 | - |",
         "| `unique_offload` | 1 x 1024K | 32 | 1 of 2 | 2.00 | 50% |",
     ]
+
+
+def test_look_alikes_are_shown_by_the_budget_that_was_asked(tmp_path, monkeypatch):
+    files = {budget: tmp_path / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
+    monkeypatch.setattr(quality, "LOOK_ALIKES", files)
+    for budget, path in files.items():
+        answers = ({"backend": name, "context_tokens": 4096} for name in ("dense", "unique"))
+        write_run(path, *(answer | {"correct": answer["backend"] == "dense" or budget > 512} for answer in answers))
+    lines = quality.look_alikes().text.splitlines()
+    assert lines[0] == "| context | dense | 512 tokens | 2,048 tokens |"
+    assert lines[-1] == "| 4,096 | 1/1 | 0/1 | 1/1 |"
