@@ -1,7 +1,9 @@
 import logging
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
 from vllm_sparse_plugin import notices
 from vllm_sparse_plugin.config import resolve
@@ -120,3 +122,17 @@ def test_a_process_that_another_started_logs_nothing(logged, monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     notices.announce(resolve(None, "infllm"), "auto")
     assert not logged
+
+
+def test_the_memory_of_statistics_is_logged_with_their_name(monkeypatch):
+    from vllm_sparse_plugin.attention import base
+
+    messages = []
+    monkeypatch.setattr(base.logger, "info", lambda text, *values: messages.append(text % values))
+    spec = SimpleNamespace(block_size=64, tokens_per_state=16 / 17, page_size_bytes=17 << 10)
+    settings = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=1024))
+    base.report_memory("UNIQUE", settings, spec, StatisticsLayout(8, 64, "int4", kind=KINDS["quarters"]), 2)
+    assert messages == [
+        "UNIQUE: page statistics (quarters, int4, pages of 8 tokens) take 2.0 MiB of 34.0 MiB of KV cache, "
+        "6.25 % on top of keys and values"
+    ]

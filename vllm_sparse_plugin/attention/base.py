@@ -427,9 +427,10 @@ def report_memory(
     total = spec.page_size_bytes * blocks * num_layers
     share = rows / (spec.block_size + rows)
     logger.info(
-        "%s: page statistics (%s, pages of %d tokens) take %.1f MiB of %.1f MiB of KV cache, "
+        "%s: page statistics (%s, %s, pages of %d tokens) take %.1f MiB of %.1f MiB of KV cache, "
         "%.2f %% on top of keys and values",
         name,
+        layout.kind.name,
         layout.format,
         layout.page_size,
         total * share / 2**20,
