@@ -73,7 +73,9 @@ def test_show_config_prints_every_field_with_its_value_and_source(run, backend):
     expected = {}
     for name, value in resolved.config.model_dump(by_alias=True).items():
         inner = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        expected |= {key: (str(item), resolved.sources.get(key, "default")) for key, item in inner.items()}
+        for key, item in inner.items():
+            shown = item if isinstance(item, str) else json.dumps(item)
+            expected[key] = shown, resolved.sources.get(key, "default")
     assert rows(out) == expected
     assert len(SparseAttentionConfig.model_fields) <= len(expected)
 

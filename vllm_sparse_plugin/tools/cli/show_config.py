@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,9 @@ def show_config(
     title = f"vllm_sparse_plugin {__version__}, attention backend {attention_backend}"
     table = Table("field", "value", "from", title=title)
     for name, value in _flatten(resolved.config):
-        table.add_row(name, str(value), resolved.sources.get(name, "default"))
+        table.add_row(
+            name, value if isinstance(value, str) else json.dumps(value), resolved.sources.get(name, "default")
+        )
     console = open_console()
     console.print(table)
     for notice in notices:
