@@ -284,7 +284,7 @@ def test_troubleshooting_has_every_notice_and_no_other():
 
 def test_troubleshooting_says_what_is_wrong_with_a_model():
     page = re.sub(r"[*`]", "", TROUBLESHOOTING.read_text(encoding="utf-8"))
-    reasons = [re.sub(r"\{[^}]*\}", "", got).strip() for lead, got, _ in refusals() if lead == "model"]
+    reasons = [re.sub(r"\{[^}]*\} ?", "", got).strip() for lead, got, _ in refusals() if lead == "model"]
     told = [reason for reason in reasons if len(reason) > len("with")]
     assert "with MLA" in told
     assert [reason for reason in told if reason not in page] == []

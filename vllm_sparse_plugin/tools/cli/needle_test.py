@@ -58,7 +58,7 @@ _VLLM = "vllm"
 _LEVEL = 0.95
 _MORE = (
     "This is the short test. The whole one: --all. The same questions to a server that reads the newest tokens only: "
-    "--attention-backend streaming_llm. Tables of both are in README.md and docs/."
+    "--attention-backend streaming_llm."
 )
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
