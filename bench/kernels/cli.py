@@ -67,13 +67,13 @@ def run(
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of {', '.join(FORMATS)}. Whole decode steps are measured with the first two."),
+        typer.Option(help=f"Of {', '.join(FORMATS)}; the first two for whole decode steps. Default: all but leveled."),
     ] = None,
     budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = Geometry.k,
     kv_heads: Annotated[
         int, typer.Option(min=1, help="KV heads of the layer: 1 as on a worker of tensor parallelism 8.")
     ] = Geometry.num_kv_heads,
-    quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few cases, formats int4 and int8.")] = False,
     time_limit: TimeLimit = 480,
     build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile missing kernels.")] = False,
     commit: Commit = None,

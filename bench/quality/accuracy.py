@@ -117,7 +117,10 @@ def accuracy(
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
     dense: Annotated[list[str] | None, typer.Option(help="Dense variant, repeatable. Default: `dense`.")] = None,
     sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable. Default: `unique`.")] = None,
-    pages: Annotated[list[str] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
+    pages: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Pages of 8 tokens to read, repeatable. Default: {', '.join(DEFAULT_PAGES)}."),
+    ] = None,
     statistics: Annotated[
         list[str] | None, typer.Option(help=f"Statistics of pages, repeatable. Default: {', '.join(STATISTICS)}.")
     ] = None,
@@ -130,7 +133,7 @@ def accuracy(
     block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.1,
     engines_per_process: Annotated[
-        int | None, typer.Option(min=1, help="All on a GPU; 1 on a CPU, where vLLM cannot start a second one.")
+        int | None, typer.Option(min=1, help="Default: all on a GPU, 1 on a CPU, where vLLM cannot start a second one.")
     ] = None,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,

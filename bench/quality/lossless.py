@@ -123,10 +123,12 @@ class Drafts:
 def lossless(
     output: Output,
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
-    budget: Annotated[list[str] | None, typer.Option(help="Tokens that a draft reads; 512 and 2048.")] = None,
-    draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 4 and 8.")] = None,
+    budget: Annotated[
+        list[str] | None, typer.Option(help="Tokens that a draft reads, repeatable. Default: 512,2048.")
+    ] = None,
+    draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft, repeatable. Default: 4,8.")] = None,
     score_every: Annotated[
-        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice; 1.")
+        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice, repeatable. Default: 1.")
     ] = None,
     context: Annotated[
         list[str] | None, typer.Option(help="Context in tokens, repeatable. Default: 4K,8K,16K.")

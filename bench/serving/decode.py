@@ -208,7 +208,7 @@ def decode(
     grid: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"CONTEXT=BATCH,..., repeatable, {LARGEST} for as many as fit; {', '.join(DEFAULT_GRID)}.",
+            help=f"CONTEXT=BATCH,..., repeatable, {LARGEST} for as many as fit. Default: {', '.join(DEFAULT_GRID)}.",
         ),
     ] = None,
     additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,

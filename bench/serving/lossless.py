@@ -238,16 +238,20 @@ def lossless(
     grid: Annotated[
         list[str] | None, typer.Option(help=f"CONTEXT=BATCH,..., repeatable. Default: {', '.join(DEFAULT_GRID)}.")
     ] = None,
-    draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 8 and 16.")] = None,
+    draft_tokens: Annotated[
+        list[str] | None, typer.Option(help="Tokens of a draft, repeatable. Default: 8,16.")
+    ] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Adapt the draft length, up to --draft-tokens.")] = False,
     min_context_tokens: Annotated[int, typer.Option(min=0, help="Shortest context with drafts.")] = 0,
     score_every: Annotated[
-        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice; 1.")
+        list[str] | None, typer.Option(help="Steps of a draft that read pages of one choice, repeatable. Default: 1.")
     ] = None,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that a draft reads.")] = 2048,
     acceptance: Annotated[
         list[str] | None,
-        typer.Option(help=f"Probability that a draft is accepted, or {_BY_MODEL}; 0.9, 0.95 and 0.97."),
+        typer.Option(
+            help=f"Acceptance of drafts, or {_BY_MODEL}, repeatable. Default: {', '.join(DEFAULT_ACCEPTANCE)}."
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request per measured time.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 3,

@@ -24,7 +24,7 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 def deployments(
     output: Output,
     deployment: Annotated[
-        list[str] | None, typer.Option(help="Deployment, repeatable. The plain ones always run.")
+        list[str] | None, typer.Option(help="Deployment, repeatable; the plain ones always run. Default: all.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run the deployments that the file lacks or that failed.")
@@ -33,7 +33,7 @@ def deployments(
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:
-    """Try deployments one after the other; exit code 3 if one fails."""
+    """Try deployments of vLLM one after the other; exit code 3 if one fails."""
     end = time.monotonic() + time_limit
     names = parse_names("deployment", [DENSE, PLAIN, *(deployment or DEPLOYMENTS)], list(DEPLOYMENTS))
     before = written(output) if resume and output.exists() else {}

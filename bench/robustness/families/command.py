@@ -43,7 +43,7 @@ def families(
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:
-    """Serve every family in every way; exit code 3 if one fails."""
+    """Serve a tiny model of every family in every way of attention; exit code 3 if one fails."""
     end = time.monotonic() + time_limit
     names = parse_names("family", family or FAMILIES, list(FAMILIES))
     ways = parse_names("way", way or WAYS, list(WAYS))

@@ -22,13 +22,15 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 def fuzz(
     output: Output,
-    seeds: Annotated[list[str] | None, typer.Option(help="Seed or range such as 7 or 0-19, repeatable.")] = None,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help="Seed or range such as 7 or 0-19, repeatable. Default: 0-8.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the scheduler for each seed.")] = 5000,
     resume: Annotated[bool, typer.Option("--resume", help="Run only the seeds that the file lacks.")] = False,
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:
-    """Run seeds one after the other, each with different settings; exit code 3 if a state was wrong."""
+    """Run random schedules of one layer, with other settings for each seed; exit code 3 if a state was wrong."""
     end = time.monotonic() + time_limit
     wanted = parse_seeds(seeds or ["0-8"])
     done = {row["seed"] for row in read_run(output).rows} if resume and output.exists() else set()

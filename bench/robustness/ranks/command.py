@@ -65,7 +65,7 @@ def ranks(
     start_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a server's start.")] = 600,
     commit: Commit = None,
 ) -> None:
-    """Ask one of two engines; exit code 3 if an answer differs or is missing."""
+    """Ask one of two data-parallel engines while the other is idle; exit code 3 if an answer differs or is missing."""
     kinds = parse_names("model", model or MODELS, list(MODELS))
     backends = parse_names("backend", backend or SETTINGS, list(SETTINGS))
     console, cells = open_console(), []

@@ -53,7 +53,7 @@ def soak(
     start_seconds: Annotated[float, typer.Option(min=1, help="Time limit of the server's start.")] = 600,
     commit: Commit = None,
 ) -> None:
-    """Ask alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
+    """Send requests alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
     from vllm_sparse_plugin.tools.needles import build_questions
 
     (tokens,) = parse_sizes("context", [context])

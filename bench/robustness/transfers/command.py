@@ -71,7 +71,10 @@ def transfers(
     variant: Annotated[str, typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE.")] = "unique",
     commit: Commit = None,
 ) -> None:
-    """Leave requests between two servers; exit code 3 for a changed answer, a lost block or a request that failed."""
+    """Leave requests between a server that prefills and one that decodes.
+
+    Exit code 3 for a changed answer, a lost block or a request that failed.
+    """
     launcher, console = Launcher({}, Variant.parse(variant)), open_console()
     try:
         with (

@@ -38,7 +38,7 @@ Output = Annotated[
     Path, typer.Option(help="Folder of the trained model. The same command continues a killed run.", metavar="PATH")
 ]
 Budget = Annotated[int | None, typer.Option(help="Budget to train for. Default: the preset's.")]
-Steps = Annotated[int | None, typer.Option(help="Weight updates; same as `steps` in --settings.")]
+Steps = Annotated[int | None, typer.Option(help="Weight updates; same as `steps` in --settings. Default: 200.")]
 Settings = Annotated[str, typer.Option(help='Training settings, such as {"lora_rank": 0}.', metavar="JSON")]
 
 
