@@ -93,7 +93,7 @@ def test_the_best_pages_of_a_row_give_the_count_of_all_pages(case: Case, share: 
 
 
 def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparse_kernels.page_coverage import Limits, count_rows, cuda
+    from sparse_kernels.page_coverage import Limits, count_rows
 
     case = COVERED["two query tokens"]
     batch, cache, softmax, selection, _, _ = Inputs(case).decode_arguments(case)
@@ -101,7 +101,7 @@ def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatc
     limits = (torch.full((number,), x, device="cuda") for x in (0.9, 4, 1024))
     arguments = batch, cache, selection, softmax, Limits(*limits)
     whole = count_rows(*arguments)
-    monkeypatch.setattr(cuda, "_SCRATCH_BYTES", 1)
+    monkeypatch.setattr("sparse_kernels.page_coverage.launches.SCRATCH_BYTES", 1)
     parts = count_rows(batch, cache, replace(selection, k=1 << 20), *arguments[3:])
     assert torch.equal(whole.budgets, parts.budgets)
     pages = batch.num_pages(case.page_size)

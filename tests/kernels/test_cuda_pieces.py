@@ -68,7 +68,7 @@ def test_pieces_of_a_request_do_not_depend_on_its_neighbours(name: str, monkeypa
     for row in range(len(case.contexts)):
         assert torch.equal(in_pieces(inputs.row(row), case)[0], together[row])
     # One request at a time, and one thread block for all pieces of a row.
-    monkeypatch.setattr("sparse_kernels.sparse_decode.cuda.PIECES_BYTES", 1)
+    monkeypatch.setattr("sparse_kernels.sparse_decode.scratch.PIECES_BYTES", 1)
     monkeypatch.setattr("sparse_kernels.split_attention.cuda._WAVES", 0)
     assert torch.equal(in_pieces(inputs, case), together)
 

@@ -62,11 +62,17 @@ def kept_page_bytes(config: ResolvedConfig, heads: int, requests: int) -> int:
         heads: KV heads of all layers.
         requests: the most requests that run at once.
     """
+    # int32
+    return 4 * heads * requests * kept_pages(config)
+
+
+def kept_pages(config: ResolvedConfig) -> int:
+    """Returns the most pages of a row that a step of a draft reads because an earlier step has chosen them; 0 if each
+    step chooses."""
     rule, selector = config.draft_rule, config.selector
     if rule is None or selector is None or not rule.keeps_pages:
         return 0
-    # int32
-    return 4 * heads * requests * (selector.budget_pages + rule.next_pages(selector.page_size))
+    return selector.budget_pages + rule.next_pages(selector.page_size)
 
 
 def pages_of_request(

@@ -28,6 +28,7 @@ from sparse_kernels.cuda.params import (
 )
 from sparse_kernels.page_coverage.launches import (
     BEST_WARPS,
+    FEW_ROWS,
     WARPS,
     best_bytes,
     best_fixed_bytes,
@@ -35,6 +36,7 @@ from sparse_kernels.page_coverage.launches import (
     fixed_bytes,
     kept_bytes,
     kept_pages_of,
+    requests_at_once,
 )
 from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_score.cuda import HeadWeights, format_of, launch_of, launch_scores
@@ -43,10 +45,6 @@ _ALL = Path(__file__).with_name("count.cu")
 _BEST = Path(__file__).with_name("best.cu")
 _LEAST_PAGES = 2048
 """Smallest number of pages of a row per thread block of a cluster. Each thread has a run of pages."""
-FEW_ROWS = 8
-"""With so few rows, clusters that compare the masses of all pages are faster than one thread block per row."""
-_SCRATCH_BYTES = 1 << 28
-"""Memory for the logits of all heads. A batch that needs more is counted in parts."""
 
 
 def count_rows(
@@ -179,7 +177,7 @@ def _count(
     queries, num_kv_heads, width = batch.tokens_per_request, cache.num_kv_heads, scores.shape[2]
     group_size, device = batch.group_size(num_kv_heads), scores.device
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
-    at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
+    at_once = requests_at_once(width, group_size, num_kv_heads * queries)
     cluster = cluster_of(min(at_once, batch.num_requests) * queries * num_kv_heads, width, _LEAST_PAGES, device)
     kept_pages = kept_pages_of(width, cluster, group_size, torch.cuda.get_device_capability(device))
     macros = {

@@ -15,8 +15,28 @@ _MOST_KEPT_PAGES = 1 << 14
 """Pages of a row that a block keeps in shared memory, at most: two blocks find room in a multiprocessor of Hopper."""
 _KEPT_BYTES = 6
 """Of a page: its mass and its score."""
+FEW_ROWS = 8
+"""With so few rows, clusters that compare the masses of all pages are faster than one thread block per row."""
+SCRATCH_BYTES = 1 << 28
+"""Memory for the logits of all heads. A batch that needs more is counted in parts."""
 _TRIED = 3
 """Digits of a key that are tried at once: `TRIED` in count.cu."""
+
+
+def requests_at_once(width: int, group_size: int, rows: int) -> int:
+    """Returns how many requests are counted together, so that their logits fit `SCRATCH_BYTES`; at least one.
+
+    Args:
+        width: pages of a row.
+        group_size: query heads to a KV head.
+        rows: rows of a request.
+    """
+    return max(1, SCRATCH_BYTES // (rows * row_bytes(width, group_size)))
+
+
+def row_bytes(width: int, group_size: int) -> int:
+    """Returns the bytes of a row's masses and of the logits of its heads."""
+    return 4 * width * (group_size + 1)
 
 
 def fixed_bytes(cluster: int, group_size: int) -> int:

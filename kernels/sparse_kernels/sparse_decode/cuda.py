@@ -60,8 +60,8 @@ from sparse_kernels.sparse_decode.launches import (
     shared_bytes,
     values_bytes,
 )
+from sparse_kernels.sparse_decode.scratch import requests_in_pieces
 from sparse_kernels.split_attention.cuda import Reading, attend_selection
-from sparse_kernels.split_attention.pieces import MAX_SPLITS, PIECES_BYTES
 
 _SOURCE = Path(__file__).with_name("decode.cu")
 
@@ -251,9 +251,9 @@ def _requests_at_once(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, max_pages: int, output: DecodeOutput
 ) -> Iterator[tuple[DecodeBatch, DecodeOutput]]:
     """Yields the batch in parts whose scores, pages and pieces need at most `PIECES_BYTES` of memory."""
-    group_size, tokens = batch.group_size(cache.num_kv_heads), batch.tokens_per_request
-    row_bytes = 2 * max_pages + 4 * selection.k + 4 * MAX_SPLITS * group_size * (cache.head_size + 2)
-    at_once = max(1, PIECES_BYTES // (row_bytes * cache.num_kv_heads * tokens))
+    tokens = batch.tokens_per_request
+    shape = DecodeShape(batch.group_size(cache.num_kv_heads), cache.head_size, max_pages, selection.k)
+    at_once = requests_in_pieces(shape, cache.num_kv_heads * tokens)
     for first in range(0, batch.num_requests, at_once):
         last = min(first + at_once, batch.num_requests)
         yield batch.requests(first, last), output.tokens(first * tokens, last * tokens)

@@ -267,6 +267,13 @@ SCRATCH = {
     "zipvl": ({}, lambda: (300 * MIB, 0)),
     "zipvl_paper": ({}, lambda: (300 * MIB + 6 * 32 * HEADS * GROUP * SIZE, 0)),
     "unique": ({}, lambda: (0, WHOLE)),
+    # Scores, pages and pieces of each row.
+    "unique, more than 1,024 pages": (
+        {"selection": {"budget_tokens": 8 * 2048}},
+        lambda: (3 * REQUESTS * HEADS * (2 * LONGEST // 8 + 4 * 2048 + 64 * GROUP * (SIZE + 2) * 4), WHOLE),
+    ),
+    # Scores, which another launch writes.
+    "quest": ({}, lambda: (3 * REQUESTS * HEADS * 2 * LONGEST // 8, WHOLE)),
     "lossless": ({"lossless": {"score_every": 8}}, lambda: (0, WHOLE + pages_between_drafts())),
     "snapkv": ({}, lambda: (10 * VOTES, 8 * MIB)),
     "h2o": ({}, lambda: (10 * VOTES, 8 * MIB + VOTES)),
@@ -298,7 +305,7 @@ RING = resolve(evicting("h2o"), "dense").compaction.rule().ring_tokens
 @pytest.mark.parametrize("name", SCRATCH)
 def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, name):
     settings, bytes_of = SCRATCH[name]
-    preset = "dense" if "evicting" in name else name
+    preset = "dense" if "evicting" in name else name.partition(",")[0]
     config = resolve(settings, preset)
     asked = []
     empty = torch.empty
@@ -310,6 +317,8 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, name)
     output = torch.ones_like(query)
     nothing = empty(0)
     monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     passing, lasting = bytes_of()
     # vLLM may profile twice.
     for _ in range(2):

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.block_prefill import scratch_bytes
+from sparse_kernels.limits import DecodeShape
+from sparse_kernels.sparse_decode import StepSize
+from sparse_kernels.sparse_decode import scratch_bytes as decode_bytes
 from sparse_kernels.split_attention import pieces_of, row_bytes, rows_at_once, scratch_numbers, splits_for
 from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -25,8 +28,8 @@ from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill, Compaction, ResolvedConfig
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
-from vllm_sparse_plugin.policies import reads_selection
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes
+from vllm_sparse_plugin.policies import Selection, reads_selection
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes, kept_pages, largest_selection
 
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
@@ -72,11 +75,11 @@ def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) ->
     """
     size, passing, lasting, shared = impl.model_size, 0, 0, 0
     longest, layers = size.longest_context, size.num_layers
+    itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
     if config.moves_tokens:
         assert config.compaction is not None
         passing, lasting = _compaction_scratch(impl, config.compaction, query.dtype.itemsize)
     if isinstance(config.prefill, BlockPrefill):
-        itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
         layout = config.statistics_layout(impl.head_size, itemsize)
         assert layout is not None
         tiles = scratch_bytes(
@@ -91,6 +94,7 @@ def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) ->
     selector, rule = config.selector, config.stop_rule
     if reads_selection(selector):
         shared += WHOLE_SCRATCH
+        passing = max(passing, _decode_scratch(impl, config, selector, itemsize, query.device))
     elif rule is not None or config.routing is not None:
         # Attention to all pages of a context. Rows beyond a limit wait for others, so both have a bound.
         of_head = impl.num_queries_per_kv, impl.head_size
@@ -104,6 +108,28 @@ def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) ->
         passing = max(passing, rows * row_bytes(splits, *of_head))
     lasting += kept_page_bytes(config, impl.num_kv_heads, size.requests)
     return Scratch(passing, lasting + -(-shared // layers))
+
+
+def _decode_scratch(
+    impl: SparseImpl, config: ResolvedConfig, selector: Selection, itemsize: int, device: torch.device
+) -> int:
+    """Returns the passing bytes of a layer's largest decode step; `itemsize` is that of the cache."""
+    size = impl.model_size
+    shape = DecodeShape(
+        group_size=impl.num_queries_per_kv,
+        head_size=impl.head_size,
+        max_pages=size.longest_context // selector.page_size,
+        k=max(largest_selection(config), kept_pages(config)),
+        stopping=config.stop_rule is not None,
+    )
+    return decode_bytes(
+        shape,
+        StepSize(impl.num_kv_heads, size.requests, size.decode_tokens // size.requests),
+        selector.statistics_layout(impl.head_size, itemsize),
+        config.coverage is not None,
+        torch.cuda.get_device_capability(device),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+    )
 
 
 def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int) -> tuple[int, int]:
