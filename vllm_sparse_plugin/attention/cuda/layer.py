@@ -226,7 +226,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel.
             by_token = attend_listed if self.vllm_flash_attn_version == 3 else None
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
-        copied: Sequence[StagedPrompts | None] = staged or [None] * len(rounds)
+        copied: Sequence[StagedPrompts | None] = staged if staged else [None] * len(rounds)
         for part, blocks in zip(rounds, copied, strict=True):
             batch, copies = part.prompts.batch(query[part.tokens], scale), None
             if blocks is not None:
