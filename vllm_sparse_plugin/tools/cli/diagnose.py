@@ -33,7 +33,7 @@ from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.needles import TASKS, build_questions, check_questions
 from vllm_sparse_plugin.tools.provenance import open_report
 
-DEFAULT_BUDGETS = (512, 256, 128, 64)
+DEFAULT_BUDGETS = (1024, 512, 256, 128, 64)
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
 
 
