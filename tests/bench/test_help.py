@@ -6,10 +6,12 @@ import pytest
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
+import bench
+
 
 def repeatable_options(module):
     """The options of a module's commands that can be given several times and left out."""
-    command = get_command(importlib.import_module(f"bench.{module}.__main__").app)
+    command = get_command(importlib.import_module(f"{bench.__name__}.{module}.__main__").app)
     commands = command.commands if isinstance(command, TyperGroup) else {module: command}
     return [
         (name, option)

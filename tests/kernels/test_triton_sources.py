@@ -58,7 +58,7 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 
 from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
-from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
+from sparse_kernels.block_prefill import BlockRule, Copies, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, LayerCaches, held_triton as evictions, triton as compaction
 from sparse_kernels.multi_token_decode import triton as several
@@ -142,6 +142,7 @@ for head_size, kind, rule in of_architecture(*shapes):
     blocks.prefill_blocks(
         prompts.batch(query), cache, Softmax(0.1, sink_logits=torch.zeros(32)), rule, plan_tiles(prompts, rule, 4),
         lambda *given: torch.zeros(4, 512), torch.zeros_like(query), torch.zeros(8, 2).long(),
+        Copies(cache, prompts.block_table),
     )
 
 for place in sys.argv[4:]:

@@ -102,8 +102,8 @@ def launch_on_this_machine() -> None:
         token_prefill=lambda *given: tokens.token_prefill(*given, attend=None, scratch=None),
     )
     reading.reference = SimpleNamespace(
-        prefill_blocks=lambda batch, cache, softmax, rule, tiles, output, counters: blocks.prefill_blocks(
-            batch, cache, softmax, rule, tiles, lambda of, *_: torch.zeros(GROUP, len(of.queries)), output, counters
+        prefill_blocks=lambda batch, cache, softmax, rule, tiles, *given: blocks.prefill_blocks(
+            batch, cache, softmax, rule, tiles, lambda of, *_: torch.zeros(GROUP, len(of.queries)), *given
         )
     )
     choosing._QUERIES_AT_ONCE["cpu"] = choosing._QUERIES_AT_ONCE["cuda"]
