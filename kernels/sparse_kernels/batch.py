@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from sparse_kernels.cache import KVCache
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
@@ -206,6 +209,15 @@ class DecodeBatch:
                 )
 
 
+class Copies(NamedTuple):
+    """Copies of the blocks of a batch, which are attended to instead of the blocks of its cache."""
+
+    cache: KVCache
+    """Keys and values. Its statistics and scales are not read."""
+    block_table: torch.Tensor
+    """`[num_requests, max_blocks]` int32, the blocks of each request in `cache`."""
+
+
 @dataclass(frozen=True)
 class PrefillBatch:
     """Requests that prefill: the query tokens of each, its chunk, are consecutive and the last of its context.
@@ -228,6 +240,8 @@ class PrefillBatch:
     """Tokens of a context, at most; a bound that the host knows."""
     query_scale: torch.Tensor | None = None
     """One float32: a float8 query times this is the query."""
+    copies: Copies | None = None
+    """Of the blocks, for `prefill_blocks` only; None: attend to the blocks of the cache."""
 
     @property
     def num_tokens(self) -> int:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
+from sparse_kernels.batch import Copies, PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import (
     COUNTERS,
     SHARE_UNITS,
     BlockRule,
-    Copies,
     VirtualSequences,
     plan_tiles,
     prefill_blocks,
@@ -120,7 +119,7 @@ def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse:
 
 
 def run(
-    case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None, copies: Copies | None = None
+    case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, initially NaN, and the counters."""
     tiles = plan_tiles(case.prompts, rule, case.batch.query.shape[1] // HEADS)
@@ -128,7 +127,7 @@ def run(
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64, device=output.device)
     prefill_blocks(
         case.batch, case.paged.cache, softmax or Softmax(SIZE**-0.5), rule, tiles, output=output, counters=counters,
-        attend=attend_plainly if kernels else None, copies=copies,
+        attend=attend_plainly if kernels else None,
     )  # fmt: skip
     return output, counters
 
@@ -311,7 +310,7 @@ def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bo
     # Only the records of the cache are read.
     rows.fill_(torch.nan)
     copies = Copies(KVCache.from_rows(buffer, case.paged.cache.page_size), places)
-    output, counted = run(case, RULE, kernels, copies=copies)
+    output, counted = run(replace(case, batch=replace(case.batch, copies=copies)), RULE, kernels)
     assert torch.equal(output, expected)
     assert torch.equal(counted, read)
 

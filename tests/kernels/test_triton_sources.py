@@ -57,8 +57,8 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
-from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
-from sparse_kernels.block_prefill import BlockRule, Copies, plan_tiles, triton as blocks
+from sparse_kernels.batch import Copies, DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
+from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, LayerCaches, held_triton as evictions, triton as compaction
 from sparse_kernels.multi_token_decode import triton as several

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
-from sparse_kernels.block_prefill import BlockRule, Copies, Tiles, VarlenAttention, plan_tiles, prefill_blocks
+from sparse_kernels.block_prefill import BlockRule, Tiles, VarlenAttention, plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import ListedAttention, TokenRule, attended_pairs, draw_probes, token_prefill
 
@@ -142,7 +142,6 @@ def attend_prompts(
     softmax: Softmax,
     output: torch.Tensor,
     kernels: PromptKernels,
-    copies: Copies | None = None,
 ) -> None:
     """Attends with a round of prompts. Other methods of sparse prefill are called here.
 
@@ -154,10 +153,9 @@ def attend_prompts(
         softmax: how logits become weights.
         output: `[num_tokens, num_query_heads, head_size]`, written.
         kernels: GPU kernels.
-        copies: under a `BlockRule`, the blocks of the round elsewhere, to attend to; None: attend to those of `cache`.
     """
     if isinstance(plan.rule, TokenRule):
-        assert copies is None
+        assert batch.copies is None
         kept = token_prefill(batch, cache, softmax, plan.rule, output, probes=part.probes, attend=kernels.tokens)
         in_contexts = torch.where(batch.query_lens > 0, batch.seq_lens, 0)
         tokens = torch.stack([kept.counts.sum(), in_contexts.sum()])
@@ -165,6 +163,5 @@ def attend_prompts(
         return
     tiles = part.tiles[batch.query.shape[1] // cache.num_kv_heads]
     prefill_blocks(
-        batch, cache, softmax, plan.rule, tiles, output=output, attend=kernels.blocks, counters=plan.counters,
-        copies=copies,
+        batch, cache, softmax, plan.rule, tiles, output=output, attend=kernels.blocks, counters=plan.counters
     )  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.batch import Copies, PrefillBatch, Softmax
 from sparse_kernels.block_prefill import reference
 from sparse_kernels.block_prefill.rule import COUNTERS, BlockRule
-from sparse_kernels.block_prefill.sequences import Copies, VarlenAttention
+from sparse_kernels.block_prefill.sequences import VarlenAttention
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
 
@@ -22,7 +22,6 @@ def prefill_blocks(
     output: torch.Tensor,
     attend: VarlenAttention | None = None,
     counters: torch.Tensor | None = None,
-    copies: Copies | None = None,
 ) -> torch.Tensor:
     """Computes attention of prompts. Each tile reads chosen key blocks of its past.
 
@@ -48,7 +47,6 @@ def prefill_blocks(
         output: `[num_tokens, num_query_heads, head_size]`, where to write.
         attend: the attention over virtual sequences; needed on a GPU only.
         counters: `[num_kv_heads, COUNTERS]` int64 to add to, see `rule.COUNTERS`; None for no counts.
-        copies: the same blocks elsewhere, to attend to; None: attend to those of `cache`.
 
     Returns:
         `output`.
@@ -70,9 +68,8 @@ def prefill_blocks(
         raise ValueError(f"output: got {list(output.shape)}, allowed: {list(batch.query.shape)}")
     if counters is not None and tuple(counters.shape) != (cache.num_kv_heads, COUNTERS):
         raise ValueError(f"counters: got {list(counters.shape)}, allowed: {[cache.num_kv_heads, COUNTERS]}")
-    if copies is None:
-        copies = Copies(cache, batch.block_table)
-    elif copies.cache.keys.pages_per_block * copies.cache.page_size != cache.keys.pages_per_block * cache.page_size:
+    copies = batch.copies or Copies(cache, batch.block_table)
+    if copies.cache.keys.pages_per_block * copies.cache.page_size != cache.keys.pages_per_block * cache.page_size:
         raise ValueError("copies: got blocks of another size, allowed: blocks of the size of the cache")
     if attend is None:
         reference.prefill_blocks(batch, cache, softmax, rule, tiles, output, counters, copies)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.batch import Copies, PrefillBatch, Softmax
 from sparse_kernels.block_prefill.rule import SHARE_UNITS, BlockRule
-from sparse_kernels.block_prefill.sequences import Copies
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import PageStatistics

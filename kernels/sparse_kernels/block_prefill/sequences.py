@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
-
-
-class Copies(NamedTuple):
-    """Copies of the blocks of a batch, which are attended to instead of the blocks of its cache."""
-
-    cache: KVCache
-    """Keys and values. Its statistics and scales are not read."""
-    block_table: torch.Tensor
-    """`[num_requests, max_blocks]` int32, the blocks of each request in `cache`."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
-from sparse_kernels.block_prefill import Copies
+from sparse_kernels.batch import Copies, DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.multi_token_decode import multi_token_decode
@@ -228,12 +227,13 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
         copied: Sequence[StagedPrompts | None] = staged if staged else [None] * len(rounds)
         for part, blocks in zip(rounds, copied, strict=True):
-            batch, copies = part.prompts.batch(query[part.tokens], scale), None
+            batch = part.prompts.batch(query[part.tokens], scale)
             if blocks is not None:
                 assert self.staging is not None
                 rows = self.staging.load(self, blocks, ahead=len(staged) == 1)
                 copies = Copies(KVCache.from_rows(rows, cache.page_size), blocks.metadata.block_table)
-            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels, copies)
+                batch = replace(batch, copies=copies)
+            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
 
     def _decode(
         self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.batch import Copies, PrefillBatch, Softmax
 from sparse_kernels.block_prefill.rule import BlockRule
-from sparse_kernels.block_prefill.sequences import Copies, PageEntries, VarlenAttention, VirtualSequences
+from sparse_kernels.block_prefill.sequences import PageEntries, VarlenAttention, VirtualSequences
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.block_prefill.triton.choose import virtual_sequences
 from sparse_kernels.block_prefill.triton.rows import group_queries, ungroup
