@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from sparse_kernels.cache import KVCache
+from sparse_kernels.paging import PagedTensor
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
@@ -212,10 +211,11 @@ class DecodeBatch:
 class Copies(NamedTuple):
     """Copies of the blocks of a batch, which are attended to instead of the blocks of its cache."""
 
-    cache: KVCache
-    """Keys and values. Its statistics and scales are not read."""
+    keys: PagedTensor
+    values: PagedTensor
+    """The values, with pages of the same size."""
     block_table: torch.Tensor
-    """`[num_requests, max_blocks]` int32, the blocks of each request in `cache`."""
+    """`[num_requests, max_blocks]` int32, the blocks of each request among the copies."""
 
 
 @dataclass(frozen=True)

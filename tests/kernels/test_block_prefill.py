@@ -309,7 +309,8 @@ def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bo
         buffer[places[request, :taken].long()] = rows[table[request, :taken].long()]
     # Only the records of the cache are read.
     rows.fill_(torch.nan)
-    copies = Copies(KVCache.from_rows(buffer, case.paged.cache.page_size), places)
+    copied = KVCache.from_rows(buffer, case.paged.cache.page_size)
+    copies = Copies(copied.keys, copied.values, places)
     output, counted = run(replace(case, batch=replace(case.batch, copies=copies)), RULE, kernels)
     assert torch.equal(output, expected)
     assert torch.equal(counted, read)

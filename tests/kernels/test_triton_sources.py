@@ -142,7 +142,7 @@ for head_size, kind, rule in of_architecture(*shapes):
     blocks.prefill_blocks(
         prompts.batch(query), cache, Softmax(0.1, sink_logits=torch.zeros(32)), rule, plan_tiles(prompts, rule, 4),
         lambda *given: torch.zeros(4, 512), torch.zeros_like(query), torch.zeros(8, 2).long(),
-        Copies(cache, prompts.block_table),
+        Copies(cache.keys, cache.values, prompts.block_table),
     )
 
 for place in sys.argv[4:]:

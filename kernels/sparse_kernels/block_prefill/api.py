@@ -68,8 +68,8 @@ def prefill_blocks(
         raise ValueError(f"output: got {list(output.shape)}, allowed: {list(batch.query.shape)}")
     if counters is not None and tuple(counters.shape) != (cache.num_kv_heads, COUNTERS):
         raise ValueError(f"counters: got {list(counters.shape)}, allowed: {[cache.num_kv_heads, COUNTERS]}")
-    copies = batch.copies or Copies(cache, batch.block_table)
-    if copies.cache.keys.pages_per_block * copies.cache.page_size != cache.keys.pages_per_block * cache.page_size:
+    copies = batch.copies or Copies(cache.keys, cache.values, batch.block_table)
+    if copies.keys.pages_per_block * copies.keys.page_size != cache.keys.pages_per_block * cache.page_size:
         raise ValueError("copies: got blocks of another size, allowed: blocks of the size of the cache")
     if attend is None:
         reference.prefill_blocks(batch, cache, softmax, rule, tiles, output, counters, copies)

@@ -231,6 +231,7 @@ def prefill_blocks(
 ) -> None:
     """See `api.prefill_blocks`."""
     assert cache.statistics is not None
+    copied = KVCache(copies.keys, copies.values)
     heads = cache.num_kv_heads
     scale = cache.scaled_by_keys(softmax.scale) * (1.0 if batch.query_scale is None else float(batch.query_scale))
     softmax = replace(softmax, scale=scale)
@@ -255,9 +256,7 @@ def prefill_blocks(
             if counters is not None and rule.measure == "mass":
                 counters[:, 2] += (read_share(scores, read, rows).clamp(min=0) * SHARE_UNITS).round().long()
                 counters[:, 3] += 1
-        attended = attend_blocks(
-            query, copies.cache, copies.block_table[request], read, end, rule.block_tokens, softmax
-        )
+        attended = attend_blocks(query, copied, copies.block_table[request], read, end, rule.block_tokens, softmax)
         if cache.value_scale is not None:
             attended = attended * cache.value_scale
         output[first : first + num_tokens] = attended.to(output.dtype)

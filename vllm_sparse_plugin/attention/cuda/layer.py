@@ -231,7 +231,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             if blocks is not None:
                 assert self.staging is not None
                 rows = self.staging.load(self, blocks, ahead=len(staged) == 1)
-                copies = Copies(KVCache.from_rows(rows, cache.page_size), blocks.metadata.block_table)
+                chunk = KVCache.from_rows(rows, cache.page_size)
+                copies = Copies(chunk.keys, chunk.values, blocks.metadata.block_table)
                 batch = replace(batch, copies=copies)
             attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
 

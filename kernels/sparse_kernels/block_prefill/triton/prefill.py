@@ -32,13 +32,13 @@ def prefill_blocks(
         scores = score_past(rows, batch, tiles, cache, rule, softmax.scale)
     else:
         scores = torch.empty(len(tiles), heads, 1, device=rows.device)
-    entries = PageEntries.of(copies.cache.keys, rule.block_tokens)
+    entries = PageEntries.of(copies.keys, rule.block_tokens)
     pages, lengths = virtual_sequences(scores, copies.block_table, tiles, entries, rows.shape[1], rule, counters)
     attended = torch.empty(rows.shape, dtype=output.dtype, device=output.device)
     sequences = VirtualSequences(
         queries=rows,
-        keys=entries.pages_of(copies.cache.keys),
-        values=entries.pages_of(copies.cache.values),
+        keys=entries.pages_of(copies.keys),
+        values=entries.pages_of(copies.values),
         query_rows=tiles.query_rows(heads),
         max_rows=rule.tile_tokens,
         lengths=lengths,
