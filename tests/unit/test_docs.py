@@ -44,6 +44,7 @@ STANDS_FOR = {
     "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
     "{given[0]}": ("sparse", "sparse_budget_tokens", "sparse_coverage"),
     "{', '.join(names)}": (),  # arguments of a request, which are refused alone, too
+    "{', '.join(reads)}": (),  # the same
     "{', '.join(values)}": (),  # the same
     "{PROTECT}": ("sparse_protect",),
     "{FORCED_TOKENS_ARGUMENT}": (),  # refused by the server, for one request

@@ -265,6 +265,20 @@ def test_a_stream_of_inputs_is_refused_with_compaction_alone():
     enter(engine_config("snapkv"), SamplingParams())
 
 
+@pytest.mark.parametrize("reads", [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_coverage": 0.5}])
+def test_a_stream_of_inputs_reads_what_the_settings_say(reads):
+    """Its blocks have one salt. A later input with another budget would leave its tokens to requests that read more."""
+    engine = engine_config("unique")
+    message = rf"^{next(iter(reads))}: got a value with a stream of inputs, allowed: none"
+    with pytest.raises(VLLMValidationError, match=message):
+        enter(engine, SamplingParams(extra_args=reads), resumable=True)
+    with pytest.raises(ValueError, match=message):
+        hashed_with(engine, reads, resumable=True)
+    enter(engine, SamplingParams(extra_args={"other": 1}), resumable=True)
+    enter(engine, SamplingParams(extra_args=reads))
+    enter(engine_config(None), SamplingParams(extra_args=reads), resumable=True)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_each_engine_of_a_program_judges_its_own_requests(order):
     params = SamplingParams(extra_args={"sparse_budget_tokens": 24})

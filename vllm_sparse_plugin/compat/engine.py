@@ -211,7 +211,7 @@ def hook_requests(
         def preprocess_add_request(core: Any, request: Any) -> Any:
             extra_args = getattr(request.sampling_params, "extra_args", None)
             if request.resumable:
-                check(core.vllm_config, None, False, True)
+                check(core.vllm_config, extra_args, False, True)
             request.cache_salt = salt(core.vllm_config, extra_args, request.cache_salt)
             return preprocess(core, request)
 

@@ -50,6 +50,10 @@ def check_request(
         raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
     for name in names:
         _expect_known(name)
+    reads = [name for name in names if name in READS]
+    if streams_input and reads:
+        # A later input may have other values, and vLLM hashes the blocks of all inputs with the salt of the first.
+        raise ValueError(f"{', '.join(reads)}: got a value with a stream of inputs, allowed: none")
     if names and beam_search:
         # vLLM starts new requests for every token of a beam, without these arguments.
         raise ValueError(f"{', '.join(names)}: got a value with beam search, allowed: none")
