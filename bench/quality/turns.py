@@ -2,9 +2,10 @@
 
 python -m bench.quality turns --model MODEL --variant snapkv,h2o --budget 512 --output turns.jsonl
 
-The document begins with a system prompt. The first question asks for a fact behind it, the second for a fact in it.
-The second question comes in the same request, token by token, with and without protection of the system prompt, and as
-a request of its own, whose prompt has the whole conversation.
+The document begins with a system prompt. The first question asks for a number behind it, the second for a code in it,
+each by the beginning of the sentence that has the answer. The second question comes in the same request, token by
+token, with and without protection of the system prompt, and as a request of its own, whose prompt has the whole
+conversation.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +35,7 @@ from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.requests.arguments import PROTECT
 from vllm_sparse_plugin.requests.protected import protected_ranges
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
-from vllm_sparse_plugin.tools.needles import ask, library_text, longest_fit, magic_needles, with_needles
+from vllm_sparse_plugin.tools.needles import Needle, library_text, longest_fit, magic_needles, with_needles
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 FIRST, SECOND, PROTECTED, ALONE = TURNS = ("first", "second", "second, protected", "second, a new request")
@@ -78,12 +80,16 @@ class Job(BaseModel):
 def build_conversation(tokenizer: Any, context_tokens: int, system_tokens: int, index: int, seed: int) -> Conversation:
     """Returns a conversation whose first turn has at most `context_tokens` tokens."""
     rng = random.Random(f"{seed} turns {context_tokens} {index}")
-    needles = magic_needles(rng, 2)
-    first, second = (ask("multikey", needles, each) for each in range(2))
+    number, other = magic_needles(rng, 2)
+    # A small model answers a second question in the words of the first with the first answer.
+    code = replace(other, text=f"\nThe access code of {other.key} is: {other.value}.\n")
     text = library_text(rng.randrange(1 << 30), context_tokens * CHARS_PER_TOKEN)
 
+    def question(needle: Needle) -> str:
+        return needle.text.partition(f" {needle.value}")[0]
+
     def system(size: int) -> str:
-        return with_needles(text[:size], [(0.5, needles[1].text)]) + "\n"
+        return with_needles(text[:size], [(0.5, code.text)]) + "\n"
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text))
@@ -92,13 +98,13 @@ def build_conversation(tokenizer: Any, context_tokens: int, system_tokens: int, 
     rest, depth = text[of_system:], rng.uniform(0.1, 0.9)
 
     def prompt(size: int) -> str:
-        return system(of_system) + with_needles(rest[:size], [(depth, needles[0].text)]) + first[0]
+        return system(of_system) + with_needles(rest[:size], [(depth, number.text)]) + question(number)
 
     size = longest_fit(len(rest), lambda size: tokens(prompt(size)), context_tokens)
     return Conversation(
         prompt=tokenizer.encode(prompt(size)),
-        follow_up=tokenizer.encode(f" {first[1]}.{second[0]}", add_special_tokens=False),
-        answers=(first[1], second[1]),
+        follow_up=tokenizer.encode(f" {number.value}.{question(code)}", add_special_tokens=False),
+        answers=(number.value, code.value),
         system_tokens=tokens(system(of_system)),
     )
 

@@ -80,10 +80,14 @@ def test_two_questions_ask_for_facts_in_and_behind_the_system_prompt():
         assert first in rest
         assert first not in system
         turn = tokenizer.decode(each.follow_up)
-        assert turn.startswith(f" {first}.\nWhat is the special magic number for ")
-        assert turn.endswith("? Answer:")
-        key = turn.removesuffix("? Answer:").rpartition(" for ")[2]
-        assert f"for {key} is: {second}." in system
+        value, question = turn.split("\n")
+        assert value == f" {first}."
+        assert question.startswith("The access code of ")
+        assert question.endswith(" is:")
+        assert f"\n{question} {second}.\n" in system
+        asks = rest.rpartition("\n")[2]
+        assert asks.startswith("The special magic number for ")
+        assert f"{asks} {first}." in rest
 
 
 @pytest.mark.parametrize(
