@@ -270,6 +270,24 @@ def test_a_step_that_ends_many_prompts_marks_the_protected_tokens_of_one_at_a_ti
     assert [state.marks for state in compaction._requests.values()] == [None, None]
 
 
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_a_request_protects_what_it_names_itself_whatever_had_its_name(model, blocks):
+    """An earlier request of its name was aborted at or before the hit, and protected other tokens."""
+    harness = harness_of(model, "dense", SNAPKV)
+    other, first = harness.request(300), harness.request(300)
+    harness.step([(other, 300)])
+    first.arguments = {"sparse_protect": "200:230"}
+    harness.step([(first, 2 * BLOCK)])
+    harness.release(first)
+    request = harness.request(300, other, blocks)
+    request.name, request.arguments = first.name, PROTECTED
+    harness.step([(request, 300 - blocks * BLOCK)])
+    votes = request.fresh[-8:]
+    kept = kept_tokens(votes, request.keys, 96 + 300 % BLOCK, Softmax(0.125), RULE, BLOCK, protected=RANGES)
+    (output,) = harness.step([(request, 1)])
+    assert is_kept(harness, request, output, kept)
+
+
 def test_heavy_hitters_make_room_for_protected_tokens_and_the_newest_do_not(model):
     harness = harness_of(model, "dense", H2O)
     request = harness.request(300)

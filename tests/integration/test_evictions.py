@@ -351,6 +351,19 @@ def test_another_request_of_the_same_name_begins_anew(model):
     assert_follows(harness, [follower], [[36], *[[1]] * 120])
 
 
+def test_a_request_protects_what_it_names_itself_whatever_had_its_name(model):
+    """The earlier request of its name ended where the prefix-cache hit does."""
+    harness, settings = harness_of(model, settings_of("snapkv")), settings_of("snapkv")
+    request = harness.request(150)
+    request.arguments = {"sparse_protect": "100:110"}
+    follower = Model(settings, request, protected=frozenset(range(10, 28)))
+    harness.step([(request, 32)])
+    follower.attend()
+    request.arguments = {"sparse_protect": "10:28"}
+    assert_follows(harness, [follower], [[118], *[[1]] * 90])
+    assert all(set(range(10, 28)) <= set(held) for held in follower.held)
+
+
 def test_evictions_follow_a_cache_to_other_memory(model):
     """The caches of some layers are known by their addresses."""
     harness = harness_of(model, settings_of("snapkv"))

@@ -148,9 +148,10 @@ class StepEvictions(StepCompaction):
             computed, table = lengths[index] - query_lens[index], common.block_table_tensor[index]
             request = self._held.get(row.request_id)
             # A resumed request begins again, perhaps behind a prefix-cache hit, and so does another one of its name.
-            if request is None or computed != request.until or request.prompt_tokens != row.prompt_tokens:
-                ranges = self.protected.of(row.request_id)
-                request = self._held[row.request_id] = _Held(row.prompt_tokens, ranges=ranges, since=computed)
+            if request is None or computed != request.until or self._is_of_another(request, row, computed):
+                ranges, given = self.protected.of(row.request_id), self.protected.given(row.request_id)
+                request = _Held(row.prompt_tokens, ranges=ranges, given=given, since=computed)
+                self._held[row.request_id] = request
             request.computed, request.until = computed, lengths[index]
             if computed >= request.prompt_tokens:
                 left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size).stop

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
-from vllm_sparse_plugin.requests.rows import BatchRows
+from vllm_sparse_plugin.requests.rows import BatchRows, Row
 
 
 @dataclass
@@ -42,6 +42,8 @@ class RequestState:
     """Positions of the prompt that vote, see `voting_rows`; None if all vote."""
     ranges: tuple[range, ...] = ()
     """Positions of the prompt that are kept, whoever votes for others."""
+    given: Any = None
+    """What the request says of them."""
     marks: torch.Tensor | None = None
     """`[prompt_tokens]` bool on the host, these positions, while layers move tokens."""
 
@@ -185,9 +187,10 @@ class StepCompaction:
             request = self._requests.get(row.request_id)
             # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt, and another
             # request of the same name where this one was aborted.
-            if request is None or computed < request.until or request.prompt_tokens != row.prompt_tokens:
-                ranges = self.protected.of(row.request_id)
-                request = self._requests[row.request_id] = RequestState(row.prompt_tokens, ranges=ranges)
+            if request is None or computed < request.until or self._is_of_another(request, row, computed):
+                ranges, given = self.protected.of(row.request_id), self.protected.given(row.request_id)
+                request = RequestState(row.prompt_tokens, ranges=ranges, given=given)
+                self._requests[row.request_id] = request
             request.computed, request.until = computed, lengths[index]
             if computed < request.prompt_tokens:
                 first_token = int(common.query_start_loc_cpu[index])
@@ -201,6 +204,12 @@ class StepCompaction:
             # Remove the windows of finished requests.
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
         return left_out
+
+    def _is_of_another(self, request: RequestState, row: Row, computed: int) -> bool:
+        """Returns whether a state belongs to an earlier request of the row's name, which was aborted in its prompt."""
+        if request.prompt_tokens != row.prompt_tokens:
+            return True
+        return computed < row.prompt_tokens and request.given != self.protected.given(row.request_id)
 
     def _observe(self, request: RequestState, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
         """Records a chunk of a prompt whose tokens move at its end."""

@@ -70,6 +70,10 @@ class ProtectedRanges:
         """Takes the requests of the runner, the settings of the server, and see `protected_ranges`."""
         self._rows, self._config, self._num_layers = rows, config, num_layers
 
+    def given(self, request_id: str) -> Any:
+        """Returns what a request says of its ranges, unchecked; None if it says nothing."""
+        return self._rows.arguments_of(request_id).get(PROTECT)
+
     def of(self, request_id: str) -> tuple[range, ...]:
         """Returns the ranges of a request, see `protected_ranges`."""
         try:
