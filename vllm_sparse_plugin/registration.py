@@ -49,9 +49,9 @@ def check_request(
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the salt for the hashes of a request's blocks. It imports nothing for requests without arguments for
-    plugins."""
-    if not arguments or compat.chosen_backend(vllm_config, BACKENDS) is None:
+    """Returns the salt for the hashes of a request's blocks. It imports nothing for requests with neither arguments for
+    plugins nor a salt."""
+    if not (arguments or salt) or compat.chosen_backend(vllm_config, BACKENDS) is None:
         return salt
     from vllm_sparse_plugin.requests import check
 

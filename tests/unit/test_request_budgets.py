@@ -339,6 +339,19 @@ def test_requests_that_read_the_same_share_their_blocks_and_no_others():
     assert hashed_with(engine_config("art"), kinds[0]) is not None
 
 
+def test_no_salt_of_a_client_is_that_of_requests_that_read_otherwise():
+    """A client may name any salt. Its tokens would be hits of requests that read more."""
+    usual, kind = engine_config("unique", {"selection": {"budget_tokens": 64}}), {"sparse": "dense"}
+    salts: list[str | None] = [None, "mine"]
+    for _ in range(2):
+        salts += [hashed_with(usual, arguments, salt) for salt in salts for arguments in (None, {"other": 1}, kind)]
+        salts = list(dict.fromkeys(salts))
+    hashed = [hashed_with(usual, arguments, salt) for salt in salts for arguments in (None, kind)]
+    assert len(set(hashed)) == len(hashed)
+    # Another backend makes no salts.
+    assert [hashed_with(engine_config(None), None, salt) for salt in salts] == salts
+
+
 def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
     with pytest.raises(ValueError, match=r"^prompt: got a stream of inputs"):
         hashed_with(engine_config("snapkv"), None, resumable=True)

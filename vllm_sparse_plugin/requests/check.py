@@ -73,20 +73,28 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
         arguments: `extra_args` of the request.
         salt: the client's salt, or None.
     """
-    if not any(name in READS for name in arguments or ()):
+    has_separator = salt is not None and _SEPARATOR in salt
+    if not has_separator and not any(name in READS for name in arguments or ()):
         return salt
     config = _served(vllm_config)
     if config is None:
         return salt
+    reads = _other_reads(arguments, config)
+    # What follows the last separator is from here, whatever a client names.
+    return f"{salt or ''}{_SEPARATOR}{reads or ''}" if reads or has_separator else salt
+
+
+def _other_reads(arguments: Mapping[str, Any] | None, config: ResolvedConfig) -> str | None:
+    """Returns what a request reads, in words; None if it reads what the settings say."""
     try:
         pages = pages_of_request(arguments, config, on_gpu=_on_gpu())
     except ValueError:
         # The request passed a frontend without this check. The workers serve it with the settings of the server.
-        return salt
+        return None
     default = config.selector.pages_read if config.selector is not None else None
     if pages is None or pages == default or not config.is_sparse:
-        return salt
-    return f"{salt or ''}{_SEPARATOR}reads {pages.least} to {pages.most} pages, {pages.share!r} of the weight"
+        return None
+    return f"reads {pages.least} to {pages.most} pages, {pages.share!r} of the weight"
 
 
 def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:
