@@ -132,6 +132,11 @@ def drafts_by_step(scheduler, contexts, steps, accepts=0, ahead=1, tokens=3000):
     for name, context in contexts.items():
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         scheduler.add_request(Request(name, list(range(context)), sampling, None, block_hasher=hasher))
+    return run_ahead(scheduler, steps, accepts, ahead)
+
+
+def run_ahead(scheduler, steps, accepts, ahead):
+    """The same for the requests that the scheduler has."""
     found, under_way = [], []
     for _ in range(steps):
         output = scheduler.schedule()
@@ -204,3 +209,16 @@ def test_steps_are_timed_where_some_requests_are_not_drafted_for(scheduler, monk
     engine.run(40)
     lengths, _ = engine.run(40)
     assert lengths.count(0) > 30
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("tokens", [3, 10, 12])
+def test_the_next_input_of_a_session_begins_where_its_answer_ends(tokens, ahead):
+    """The answer ends within a draft, all of which the model accepts. vLLM drops the last token of an answer."""
+    scheduler = make_scheduler(length="fixed")
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    scheduler.add_request(Request("a", list(range(200)), sampling, None, resumable=True))
+    run_ahead(scheduler, 12, accepts=DRAFTS, ahead=ahead)
+    request = scheduler.requests["a"]
+    assert request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert (request.num_tokens, request.num_computed_tokens) == (200 + tokens, 199 + tokens)

@@ -265,6 +265,21 @@ def test_a_stream_of_inputs_is_refused_with_compaction_alone():
     enter(engine_config("snapkv"), SamplingParams())
 
 
+def test_a_stream_of_inputs_is_refused_where_the_drafts_behind_its_end_would_count_as_the_next_input():
+    """vLLM's synchronous scheduler takes accepted drafts behind a stop for computed tokens of the next input."""
+    engine = engine_config("unique")
+    engine.speculative_config = SimpleNamespace(attention_backend=None)
+    engine.scheduler_config = SimpleNamespace(async_scheduling=False)
+    message = "^prompt: got a stream of inputs with drafts but without asynchronous scheduling, allowed: a whole prompt"
+    with pytest.raises(VLLMValidationError, match=message):
+        enter(engine, SamplingParams(), resumable=True)
+    with pytest.raises(ValueError, match=message):
+        hashed_with(engine, None, resumable=True)
+    enter(engine, SamplingParams())
+    engine.scheduler_config.async_scheduling = True
+    enter(engine, SamplingParams(), resumable=True)
+
+
 @pytest.mark.parametrize("reads", [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_coverage": 0.5}])
 def test_a_stream_of_inputs_reads_what_the_settings_say(reads):
     """Its blocks have one salt. A later input with another budget would leave its tokens to requests that read more."""

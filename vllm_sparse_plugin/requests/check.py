@@ -48,6 +48,11 @@ def check_request(
     if streams_input and config.compaction is not None:
         # The scheduler and the workers would compact prompts of different lengths.
         raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
+    if streams_input and vllm_config.speculative_config and not vllm_config.scheduler_config.async_scheduling:
+        # If a turn ends within its drafts, vLLM counts the rest of them as tokens of the next turn, and hashes them.
+        raise ValueError(
+            "prompt: got a stream of inputs with drafts but without asynchronous scheduling, allowed: a whole prompt"
+        )
     for name in names:
         _expect_known(name)
     reads = [name for name in names if name in READS]
