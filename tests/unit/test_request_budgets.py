@@ -20,6 +20,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
+from vllm_sparse_plugin.requests.limits import RequestedPages
 from vllm_sparse_plugin.requests.protected import ProtectedRanges, protected_ranges
 from vllm_sparse_plugin.requests.rows import BatchRows, building, note
 
@@ -431,6 +432,19 @@ def test_rows_have_room_for_a_coverage_where_requests_have_no_budgets(beside):
     assert takes_budgets(covering) == (not beside)
     assert varies_pages(covering)
     assert varies_pages(resolve(beside, "unique")) == (not beside)
+
+
+def test_a_worker_does_not_remember_every_coverage_that_clients_have_named():
+    runner = type("Runner", (), {})()
+    runner.input_batch = SimpleNamespace(num_reqs=1, req_ids=["a"])
+    config, step = resolve(None, "unique"), SimpleNamespace(num_reqs=1)
+    requested = RequestedPages(config, BatchRows(runner), on_gpu=False)
+    for number in range(3000):
+        share = 0.1 + number / 10000
+        params = SimpleNamespace(extra_args={"sparse_coverage": share})
+        runner.requests = {"a": SimpleNamespace(sampling_params=params)}
+        assert requested.of_step(step) == [config.selection.covering(share)]
+    assert len(requested._known) <= 1024
 
 
 def test_the_runner_says_what_each_request_of_a_batch_gave():

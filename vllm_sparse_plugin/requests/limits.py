@@ -18,6 +18,8 @@ from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, READS, pages_of_re
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 logger = init_logger(f"vllm.{__name__}")
+_MOST_KNOWN = 1024
+"""Arguments whose reads a worker remembers. Clients may name any number of coverages."""
 
 
 class RequestedPages:
@@ -48,6 +50,8 @@ class RequestedPages:
         values = tuple(arguments.get(name) for name in READS)
         key = tuple(map(repr, values))
         if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             try:
                 self._known[key] = pages_of_request(arguments, self._config, on_gpu=self._on_gpu)
             except ValueError as error:
