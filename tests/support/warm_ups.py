@@ -31,7 +31,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, start_up
 from vllm_sparse_plugin.attention.plan import LayerPlan
-from vllm_sparse_plugin.attention.prefill import PrefillPlan, plan_rounds
+from vllm_sparse_plugin.attention.prefill import PrefillPlan, plan_rounds, round_bounds
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
@@ -234,7 +234,9 @@ def of_prefill(preset: str, settings: dict, eight_bits: bool) -> tuple[list[Laun
         starts = torch.tensor([0, *chunks[first:]]).cumsum(0, dtype=torch.int32)
         query_lens, longest_of_each = tuple(chunks[first:].tolist()), tuple(done[first:].tolist())
         prompts = Prompts(starts, table[first:], torch.from_numpy(done)[first:], query_lens, longest_of_each)
-        rounds = plan_rounds(prompts, impl.plan.prefill.rule, {GROUP}, LONGEST)
+        rule = impl.plan.prefill.rule
+        bounds = round_bounds(prompts, rule, {GROUP}, prompts.num_tokens, LONGEST)
+        rounds = plan_rounds(prompts, rule, {GROUP}, bounds)
         query = make_query(first + int(starts[-1]), eight_bits)
         output = torch.empty(query.shape, dtype=torch.bfloat16)
         impl.attend_rounds(layer, query[first:], rounds, output[first:])

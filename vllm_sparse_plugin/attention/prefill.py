@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
-from sparse_kernels.block_prefill import BlockRule, Tiles, VarlenAttention, plan_tiles, prefill_blocks
+from sparse_kernels.block_prefill import BlockRule, ScoringRows, Tiles, VarlenAttention, plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import ListedAttention, TokenRule, attended_pairs, draw_probes, token_prefill
 
@@ -66,25 +67,18 @@ def reads_less(rule: PromptRule, context_tokens: int) -> bool:
 
 
 def plan_rounds(
-    prompts: Prompts,
-    rule: PromptRule,
-    group_sizes: Collection[int],
-    most_tokens: int,
-    parts: Sequence[tuple[int, int]] | None = None,
+    prompts: Prompts, rule: PromptRule, group_sizes: Collection[int], bounds: Sequence[tuple[int, int]]
 ) -> list[PromptRound]:
-    """Cuts the prompts of a step into rounds, and finds their tiles or probe rows. The host does not wait for the
-    device.
+    """Finds the tiles or probe rows of the rounds of a step. The host does not wait for the device.
 
     Args:
         prompts: the prompts.
         rule: the sparse prefill.
         group_sizes: query heads per KV head of the layers.
-        most_tokens: the most context tokens of a round; a single request may have more. Under a `TokenRule` every
-            context of a round counts as the longest one, because it takes that much memory.
-        parts: the first prompt of each round, and the first one after it; None: as `most_tokens` says.
+        bounds: the first prompt of each round, and the first one after it, see `round_bounds`.
     """
     rounds, token = [], 0
-    for first, last in parts or _parts(prompts.longest, most_tokens, padded=isinstance(rule, TokenRule)):
+    for first, last in bounds:
         part = prompts.part(first, last)
         if part.num_tokens:
             tokens = slice(token, token + part.num_tokens)
@@ -97,6 +91,34 @@ def plan_rounds(
                 rounds.append(PromptRound(tokens, part, tiles, None))
         token += part.num_tokens
     return rounds
+
+
+def round_bounds(
+    prompts: Prompts, rule: PromptRule, group_sizes: Collection[int], most_tokens: int, longest: int
+) -> list[tuple[int, int]]:
+    """Cuts the prompts of a step into rounds that take no more memory than one prompt may take.
+
+    Args:
+        prompts: the prompts.
+        rule: the sparse prefill.
+        group_sizes: query heads per KV head of the layers.
+        most_tokens: the most query tokens of a step.
+        longest: tokens of the longest context.
+
+    Returns:
+        The first prompt of each round, and the first one after it.
+    """
+    lengths, ones = prompts.longest, [1] * len(prompts.longest)
+    if isinstance(rule, TokenRule):
+        return _parts([_Bound(ones, lengths, longest)])
+    block = rule.block_tokens
+    blocks, most_blocks = [-(-length // block) for length in lengths], -(-longest // block)
+    bounds = [_Bound(blocks, ones, most_blocks)]
+    for group_size in group_sizes:
+        scoring = ScoringRows.of(rule, group_size)
+        groups = [scoring.groups(length, rule) for length in prompts.query_lens]
+        bounds.append(_Bound(groups, blocks, scoring.groups(most_tokens, rule) * most_blocks))
+    return _parts(bounds)
 
 
 def rehearse(rule: PromptRule, block_table: torch.Tensor, group_size: int, longest: int) -> Iterator[PromptRound]:
@@ -113,25 +135,30 @@ def rehearse(rule: PromptRule, block_table: torch.Tensor, group_size: int, longe
         tokens = min(rule.tile_tokens, context)
         starts, lengths = (torch.tensor(of, dtype=torch.int32).to(block_table) for of in ([0, tokens], [context]))
         prompts = Prompts(starts, block_table[None], lengths, (tokens,), (context,))
-        yield from plan_rounds(prompts, rule, {group_size}, context)
+        yield from plan_rounds(prompts, rule, {group_size}, [(0, 1)])
 
 
-def _parts(lengths: Sequence[int], most: int, padded: bool) -> list[tuple[int, int]]:
-    """Returns ranges of consecutive lengths. A range sums to at most `most`, or has one length.
+class _Bound(NamedTuple):
+    """A bound on the memory of a round: the sum of the counts of its prompts, times their largest size."""
 
-    Args:
-        lengths: the lengths.
-        most: the bound.
-        padded: whether each length of a range counts as the longest of the range.
-    """
-    bounds, total, longest = [0], 0, 0
-    for index, length in enumerate(lengths):
-        grown = max(longest, length) * (index - bounds[-1] + 1) if padded else total + length
-        if grown > most and index > bounds[-1]:
-            bounds.append(index)
-            total = longest = 0
-        total, longest = total + length, max(longest, length)
-    return list(zip(bounds, [*bounds[1:], len(lengths)], strict=True))
+    counts: Sequence[int]
+    sizes: Sequence[int]
+    most: int
+
+
+def _parts(bounds: Sequence[_Bound]) -> list[tuple[int, int]]:
+    """Returns ranges of consecutive prompts. A range is within all bounds, or has one prompt."""
+    starts, prompts = [0], len(bounds[0].counts)
+    totals, largest = [0] * len(bounds), [0] * len(bounds)
+    for index in range(prompts):
+        for number, (counts, sizes, _) in enumerate(bounds):
+            totals[number] += counts[index]
+            largest[number] = max(largest[number], sizes[index])
+        exceeds = any(totals[number] * largest[number] > each.most for number, each in enumerate(bounds))
+        if exceeds and index > starts[-1]:
+            starts.append(index)
+            totals, largest = [each.counts[index] for each in bounds], [each.sizes[index] for each in bounds]
+    return list(pairwise([*starts, prompts]))
 
 
 def attend_prompts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -55,20 +55,21 @@ class PromptLengths:
     contexts: tuple[int, ...]
     """Tokens of each context; no context is longer."""
 
-    def groups(self, block_size: int, capacity: int) -> list[tuple[int, int]]:
+    def groups(self, block_size: int, capacity: int, starts: Collection[int] = ()) -> list[tuple[int, int]]:
         """Returns the first prompt, and the first one after it, of each group that fits the buffer.
 
         Args:
             block_size: tokens of a block.
             capacity: blocks of the buffer. A prompt alone fits.
+            starts: prompts with which a group begins in any case.
         """
-        ends, taken = [], 0
+        bounds, taken = [0], 0
         for index, needed in enumerate(self.blocks(block_size).tolist()):
-            if taken + needed > capacity and taken:
-                ends.append(index)
+            if taken and (index in starts or taken + needed > capacity):
+                bounds.append(index)
                 taken = 0
             taken += needed
-        return list(pairwise([0, *ends, len(self.contexts)]))
+        return list(pairwise([*bounds, len(self.contexts)]))
 
     def blocks(self, block_size: int) -> NDArray[np.int64]:
         """Returns the blocks of each context."""

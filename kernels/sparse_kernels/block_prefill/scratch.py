@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparse_kernels.block_prefill.rule import BlockRule
-from sparse_kernels.block_prefill.tiles import ScoringRows, tiles_at_most
+from sparse_kernels.block_prefill.tiles import ScoringRows
 from sparse_kernels.page_statistics import StatisticsLayout
 
 
@@ -16,7 +16,10 @@ def scratch_bytes(
     context_tokens: int,
     itemsize: int = 2,
 ) -> int:
-    """Returns the bytes that a layer needs for one chunk of a prompt on a GPU, without its inputs and its output.
+    """Returns the bytes that a layer needs for a round of prompts on a GPU, without its inputs and its output.
+
+    A round may be one chunk of a prompt. The tokens of a round of several prompts are as few, their contexts together
+    are as short, each in whole blocks, and the groups of their tiles times the longest context are as many.
 
     Args:
         rule: which blocks are read.
@@ -28,9 +31,10 @@ def scratch_bytes(
         itemsize: bytes of an element of the queries.
     """
     scoring, kind = ScoringRows.of(rule, group_size), layout.kind
-    blocks, pages = -(-context_tokens // rule.block_tokens), -(-context_tokens // layout.page_size)
-    tiles = tiles_at_most(query_tokens, rule.tile_tokens)
-    groups = -(-tiles // scoring.tiles)
+    blocks = -(-context_tokens // rule.block_tokens)
+    pages = blocks * rule.block_tokens // layout.page_size
+    groups = scoring.groups(query_tokens, rule)
+    tiles = groups * scoring.tiles
     own_blocks = 2 * (-(-rule.tile_tokens // rule.block_tokens) + 1)
     regrouped = 2 * query_tokens * num_kv_heads * group_size * layout.head_size * itemsize
     logits = groups * num_kv_heads * blocks * scoring.of_group * 2

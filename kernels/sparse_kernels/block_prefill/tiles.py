@@ -36,6 +36,10 @@ class ScoringRows:
         """Rows of a group."""
         return self.padded * self.tiles
 
+    def groups(self, query_tokens: int, rule: BlockRule) -> int:
+        """Returns the most groups of a chunk of `query_tokens` tokens."""
+        return -(-tiles_at_most(query_tokens, rule.tile_tokens) // self.tiles)
+
 
 @dataclass(frozen=True)
 class Tiles:

@@ -50,7 +50,9 @@ def builder(monkeypatch):
     made.prefill_rule = None
     made.group_sizes = {GROUP}
     made.any_dense_decode = False
-    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
+    made.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1000), scheduler_config=SimpleNamespace(max_num_batched_tokens=2048)
+    )
     made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
     made.limits = budgets_of("dense")
     made.whole = made.staging = made.kept_pages = made.rows = None

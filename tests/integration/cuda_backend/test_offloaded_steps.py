@@ -59,10 +59,32 @@ def test_sparse_prompts_give_the_bits_of_a_cache_on_the_device(batch, capacity, 
     assert not torch.allclose(expected[-40:], dense[-40:], atol=2e-2, rtol=2e-2)
     layer.bind(replace(plan, offloads=True))
     layer.staging = builder.staging = Staging([layer], poisoned(capacity))
+    builder.vllm_config.model_config.max_model_len = capacity * BLOCK
     output, _, metadata = run(layer, builder, common_metadata(*LONG_PROMPTS[batch]))
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
     assert torch.equal(counters, 2 * once)
     assert len(metadata.rounds) == len(metadata.staged) == (1 if capacity == 64 or batch == "alone" else 2)
+
+
+@pytest.mark.parametrize("bound", ["exact", "without padding", "unknown"])
+def test_blocks_that_a_step_writes_are_not_copied_ahead(bound, layer, builder):
+    common = common_metadata([70, 3, 130], [70, 300, 640], [True] * 3)
+    if bound == "without padding":
+        lengths = common.seq_lens.tolist()
+        starts = torch.tensor([0, 70, 73, 203, 203], dtype=torch.int32)
+        table = torch.cat([common.block_table_tensor, torch.zeros(1, 10, dtype=torch.int32)])
+        common = common.replace(
+            num_reqs=4, query_start_loc=starts, query_start_loc_cpu=starts, block_table_tensor=table,
+            seq_lens=torch.tensor([*lengths, 0], dtype=torch.int32),
+        )  # fmt: skip
+    elif bound == "unknown":
+        common = common.replace(seq_lens_cpu_upper_bound=None)
+    layer.bind(replace(layer.plan, offloads=True))
+    builder.staging = Staging([layer], poisoned(64))
+    (staged,) = builder.build(0, common).staged
+    written = set((common.slot_mapping // BLOCK).tolist())
+    assert not written & set(staged.early.blocks.tolist())
+    assert written <= set(staged.late.blocks.tolist())
 
 
 def test_statistics_of_a_cache_stay_when_the_layer_is_bound_again(layer):

@@ -209,8 +209,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Makes one round of all prompts. The reference needs no bound: it runs one tile or one request at a time."""
         assert self.prefill_rule is not None
         prompts = prompts_of(common)
-        most_tokens = len(prompts) * max(prompts.longest)
-        (prompt_round,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+        (prompt_round,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, [(0, len(prompts))])
         return prompt_round
 
     def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:

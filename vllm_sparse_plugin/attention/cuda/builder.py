@@ -47,7 +47,7 @@ from vllm_sparse_plugin.attention.cuda.start_up import (
 from vllm_sparse_plugin.attention.cuda.whole import LayerHeads, WholeList
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
-from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
+from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less, round_bounds
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.config import DraftRule
 from vllm_sparse_plugin.engine_settings import resolved
@@ -260,29 +260,44 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
                 metadata.prefill = dense_metadata
+        parts, rule, group_sizes = [(0, common.num_reqs - num_decodes)], self.prefill_rule, self.group_sizes
+        if prompts is not None:
+            assert rule is not None
+            most_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+            longest = self.vllm_config.model_config.max_model_len
+            parts = round_bounds(prompts, rule, group_sizes, most_tokens, longest)
         if self.staging is not None and metadata.prefill is not None:
             others = without_first(common, num_decodes, num_decode_tokens) if num_decodes else common
-            metadata.staged = self._stage(self.staging, others, metadata.prefill)
-        if prompts is not None:
-            assert self.prefill_rule is not None
-            most_tokens = self.vllm_config.model_config.max_model_len
+            metadata.staged = self._stage(self.staging, others, metadata.prefill, parts)
             parts = [part.requests for part in metadata.staged]
-            metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens, parts or None)
+        if prompts is not None:
+            assert rule is not None
+            metadata.rounds = plan_rounds(prompts, rule, group_sizes, parts)
             if num_decodes and self.any_dense_decode:
                 decodes = first_requests(common, num_decodes, num_decode_tokens)
                 metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
         return metadata
 
     def _stage(
-        self, staging: Staging, common: CommonAttentionMetadata, metadata: FlashAttentionMetadata
+        self,
+        staging: Staging,
+        common: CommonAttentionMetadata,
+        metadata: FlashAttentionMetadata,
+        rounds: Sequence[tuple[int, int]],
     ) -> list[StagedPrompts]:
-        """Returns the requests of a batch in groups whose blocks fit the buffers; `metadata` is of the whole batch."""
+        """Returns the requests of a batch in groups whose blocks fit the buffers.
+
+        Args:
+            staging: the buffers.
+            common: the batch.
+            metadata: of the batch.
+            rounds: ranges of its requests, see `round_bounds`. A group is within one of them.
+        """
         starts, bound = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
-        contexts = [common.max_seq_len] * common.num_reqs if bound is None else bound[: common.num_reqs].tolist()
-        # The requests that pad the batch of a graph may be missing.
-        contexts += [0] * (common.num_reqs - len(contexts))
+        # Lengths say which blocks the step writes, so more than the longest one must be known.
+        contexts = _filled((common.seq_lens.cpu() if bound is None else bound).tolist(), common.num_reqs)
         lengths = PromptLengths(tuple(end - start for start, end in pairwise(starts)), tuple(contexts))
-        groups, parts = lengths.groups(staging.block_size, staging.capacity), []
+        groups, parts = lengths.groups(staging.block_size, staging.capacity, {first for first, _ in rounds}), []
         for first, end in groups:
             some, tokens = slice(first, end), slice(starts[first], starts[end])
             if tokens.start == tokens.stop:
@@ -321,8 +336,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         bound = common.seq_lens_cpu_upper_bound
         if rule is None or first == common.num_reqs:
             return runs if self.any_sparse_layer else [], None
-        others = common.num_reqs - first
-        longest = [common.max_seq_len] * others if bound is None else bound[first:].tolist()
+        longest = [common.max_seq_len] * common.num_reqs if bound is None else bound.tolist()
+        longest = _filled(longest, common.num_reqs)[first:]
         if not any(reads_less(rule, length) for length in longest):
             return runs if self.any_sparse_layer else [], None
         starts = common.query_start_loc_cpu[first:]
@@ -400,3 +415,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             return None
         request, sampled = tokens[sample.token % len(tokens)]
         return sampled._replace(masses=self.meter.masses_of(common, request))
+
+
+def _filled(lengths: list[int], num_reqs: int) -> list[int]:
+    """Returns the lengths of a batch. Those of requests that pad the batch of a graph may be missing, and are 0."""
+    return lengths[:num_reqs] + [0] * (num_reqs - len(lengths))
