@@ -269,11 +269,13 @@ class PrefillBatch:
 
     def requests(self, first: int, last: int) -> PrefillBatch:
         """Returns the requests from `first` to before `last`, with the query of the whole batch."""
+        copies = self.copies
         return replace(
             self,
             query_start=self.query_start[first : last + 1],
             block_table=self.block_table[first:last],
             seq_lens=self.seq_lens[first:last],
+            copies=copies and copies._replace(block_table=copies.block_table[first:last]),
         )
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
@@ -283,9 +285,11 @@ class PrefillBatch:
         _check_tensor("block_table", self.block_table, (torch.int32,), 2)
         _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
         _check_heads(self.query, num_kv_heads, head_size)
+        copied = self.num_requests if self.copies is None else len(self.copies.block_table)
         for name, got, allowed in (
             ("query_start", len(self.query_start), self.num_requests + 1),
             ("block_table", len(self.block_table), self.num_requests),
+            ("copies.block_table", copied, self.num_requests),
         ):
             if got != allowed or self.num_requests == 0:
                 raise ValueError(f"{name}: got {got} rows, allowed: {allowed} for {self.num_requests} requests, not 0")

@@ -316,6 +316,17 @@ def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bo
     assert torch.equal(counted, read)
 
 
+def test_some_requests_of_a_batch_have_their_rows_of_the_copies() -> None:
+    case = make_case([100, 37, 60], [53, 37, 1])
+    cache, places = case.paged.cache, torch.arange(6, dtype=torch.int32).view(3, 2)
+    batch = replace(case.batch, copies=Copies(cache.keys, cache.values, places))
+    part = batch.requests(1, 3)
+    assert part.copies is not None
+    assert torch.equal(part.copies.block_table, places[1:])
+    with pytest.raises(ValueError, match=r"^copies.block_table: got 3 rows, allowed: 2 for 2 requests"):
+        replace(part, copies=batch.copies).check(HEADS, SIZE)
+
+
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_statistics_has_a_summary(kind: str, device: str) -> None:
