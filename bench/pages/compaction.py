@@ -11,6 +11,8 @@ from bench.common.results import RESULTS, Row, read_rows, read_run
 SOAK = RESULTS / "h100" / "soak" / "evicting.jsonl"
 WINDOW = RESULTS / "h200" / "compaction" / "window_decoding_8b.jsonl"
 _NOTHING = "Nothing yet."
+_TURNS = ("first", "second", "second, protected", "second, a new request")
+"""The turns of `bench.quality turns`."""
 
 
 def users() -> Block:
@@ -120,6 +122,16 @@ def window() -> Block:
         for row in read_run(WINDOW).rows
     ]
     return Block(table(["backend", "requests at once", "output tokens per s"], lines), [WINDOW])
+
+
+def turns() -> Block:
+    """Right answers to two questions about a document, of which compaction has seen the first."""
+    paths, lines = _files("turns"), []
+    rows = read_rows(paths)
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        right = {row["turn"]: f"{row['right']} of {row['questions']}" for row in rows if row["variant"] == variant}
+        lines.append([f"`{variant}`", *(right.get(turn, "-") for turn in _TURNS)])
+    return Block(table(["backend", *_TURNS], lines), paths) if paths else Block(_NOTHING)
 
 
 def streams() -> Block:

@@ -108,6 +108,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "compaction-decoded": compaction.decoded,
     "compaction-decoding": compaction.decoding,
     "compaction-window": compaction.window,
+    "compaction-turns": compaction.turns,
     "families": families.families,
     "deployments": deployments.deployments,
 }

@@ -202,6 +202,22 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
     )
 
 
+def test_right_answers_of_two_turns_are_a_line_for_each_backend(tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "RESULTS", tmp_path)
+    assert compaction.turns().text == "Nothing yet."
+    rows = [
+        {"variant": variant, "turn": turn, "right": right, "questions": 24}
+        for variant, turn, right in (("dense", "first", 22), ("dense", "second", 23), ("h2o", "second, protected", 0))
+    ]
+    write_run(tmp_path / "cpu-2core" / "compaction" / "turns_smollm2-135m.jsonl", *rows)
+    assert compaction.turns().text.splitlines() == [
+        "| backend | first | second | second, protected | second, a new request |",
+        "|---|---|---|---|---|",
+        "| `dense` | 22 of 24 | 23 of 24 | - | - |",
+        "| `h2o` | - | - | 0 of 24 | - |",
+    ]
+
+
 def test_a_server_under_load_is_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
     def row(variant, concurrency, speed, prefix=0):
         return {
