@@ -69,7 +69,7 @@ class LayerPlan:
     is_anchor: bool = False
     """Whether other layers read this layer's pages."""
     most_pages: int | None = None
-    """Pages of the largest budget of a request on a GPU; None if all requests have the selector's budget."""
+    """The most pages that a row may read on a GPU; None if all rows have the selector's budget."""
     stop_rule: StopRule | None = None
     """The rule that ends attention early; None for never."""
     routing: GroupRouting | None = None
@@ -121,14 +121,14 @@ class LayerPlan:
         return self.selector.page_selection() if reads_selection(self.selector) else None
 
     @cached_property
-    def _roomy_selection(self) -> PageSelection | None:
-        """The same selection with room for the largest budget of a request."""
+    def roomy_selection(self) -> PageSelection | None:
+        """The same selection with room for the most pages that a row may read."""
         selection = self.page_selection
         return selection if selection is None or self.most_pages is None else replace(selection, k=self.most_pages)
 
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
         """Returns the selection of a batch, with room for the largest budget if the batch has budgets."""
-        return self.page_selection if batch.budgets is None else self._roomy_selection
+        return self.page_selection if batch.budgets is None else self.roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns the stopping of attention over all pages; None if pages are selected or nothing stops it."""

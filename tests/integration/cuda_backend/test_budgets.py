@@ -74,6 +74,24 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
     assert counters[0, 1] == int(counts[[0, 1, 2, 3, 6, 7], 0].sum())
 
 
+def test_a_coverage_is_counted_for_the_largest_number_of_pages_that_a_row_may_read(layer, builder):
+    """It decides how a GPU counts: one way finds at most 1,024 pages."""
+    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 16384}}
+    config = resolve(BUDGET | settings, "unique")
+    layer.bind(replace(plan_of(config), most_pages=2048))
+    selections = []
+
+    def counting(batch, cache, selection, *given):
+        selections.append(selection)
+        return count_rows(batch, cache, selection, *given)
+
+    with mock.patch.object(layer_module, "count_rows", counting):
+        builder.limits = StepLimits(config, None, 16, torch.device("cpu"))
+        _, _, metadata = run(layer, builder, common_metadata([1], [900], [False]))
+    assert metadata.decode[0].limits.most.tolist() == [2048]
+    assert [selection.k for selection in selections] == [2048]
+
+
 def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(builder, monkeypatch):
     written: list[int] = []
     builder.limits = budgets_of("unique", *KINDS)

@@ -176,9 +176,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             if given is not None:
                 chosen = given.of_heads(self.plan.anchor_heads)
                 batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
-            elif decode.limits is not None and self.plan.page_selection is not None:
+            elif decode.limits is not None and self.plan.roomy_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
-                batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.limits, counters)
+                batch = count_rows(batch, cache, self.plan.roomy_selection, self.softmax, decode.limits, counters)
             heads = DecodeOutput(output[decode.tokens], counters=self.plan.counters)
             pages = self._decode(batch, cache, heads, given is None and (self.plan.is_anchor or kept is not None))
             if pages is not None and self.plan.is_anchor:
