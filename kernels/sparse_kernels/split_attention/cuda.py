@@ -158,7 +158,7 @@ def split_attention(
         rows = batch.num_requests * rows_per_request
         scratch = stop_scratch(stopping.rule, rows, context_tokens, batch.query.device)
         stopping = replace(stopping, scratch=scratch)
-    most_rows = rows_at_once(pieces, group_size, cache.head_size)
+    most_rows = rows_at_once(pieces, group_size, cache.head_size, rows_per_request)
     at_once = max(1, min(most_rows, len(scratch) // scratch_numbers(pieces)) // rows_per_request)
     reading = Reading(routing, stopping=stopping)
     for first in range(0, batch.num_requests, at_once):

@@ -67,9 +67,10 @@ def scratch_numbers(pieces: int) -> int:
     return 2 + pieces
 
 
-def rows_at_once(pieces: int, group_size: int, head_size: int) -> int:
-    """Returns the number of rows whose pieces fit `PIECES_BYTES`."""
-    return max(1, PIECES_BYTES // row_bytes(pieces, group_size, head_size))
+def rows_at_once(pieces: int, group_size: int, head_size: int, rows_per_request: int) -> int:
+    """Returns the rows of the whole requests whose pieces fit `PIECES_BYTES`; those of at least one request."""
+    fitting = PIECES_BYTES // row_bytes(pieces, group_size, head_size)
+    return max(1, fitting // rows_per_request) * rows_per_request
 
 
 def row_bytes(pieces: int, group_size: int, head_size: int) -> int:

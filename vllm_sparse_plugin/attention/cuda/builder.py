@@ -168,9 +168,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             stopping = plans[name].stopping()
             if stopping is None:
                 continue
-            most_rows = rows_at_once(
-                pieces_of(context_tokens, stopping.rule), layer.num_heads // layer.num_kv_heads, layer.head_size
-            )
+            pieces, group_size = pieces_of(context_tokens, stopping.rule), layer.num_heads // layer.num_kv_heads
+            rows_per_request = self.reorder_batch_threshold * layer.num_kv_heads
+            most_rows = rows_at_once(pieces, group_size, layer.head_size, rows_per_request)
             rows = min(max_tokens * layer.num_kv_heads, most_rows)
             wanted = stop_scratch(stopping.rule, rows, context_tokens, self.device)
             scratch = wanted if scratch is None or len(wanted) > len(scratch) else scratch

@@ -103,7 +103,8 @@ def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) ->
             splits = splits_for(size.decode_tokens, impl.num_heads, impl.head_size)
         else:
             splits = pieces_of(longest, rule)
-            rows = min(rows, rows_at_once(splits, *of_head))
+            rows_per_request = size.decode_tokens // size.requests * impl.num_kv_heads
+            rows = min(rows, rows_at_once(splits, *of_head, rows_per_request))
             shared += 4 * rows * scratch_numbers(splits)
         passing = max(passing, rows * row_bytes(splits, *of_head))
     lasting += kept_page_bytes(config, impl.num_kv_heads, size.requests)
