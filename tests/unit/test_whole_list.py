@@ -1,5 +1,9 @@
 """The list of a step's long requests that attend densely."""
 
+import gc
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +11,12 @@ from sparse_kernels.batch import MOST_STRIPES, WHOLE_TOKENS
 
 pytest.importorskip("vllm")
 
+from support.cuda_layer import BUDGET, Runner, plan_of, start_builder
+
+from vllm_sparse_plugin.attention.cuda import builder as builder_module
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH, LayerHeads, WholeList
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.requests import rows
 
 HEADS = LayerHeads(8, 4, 128)
 
@@ -74,3 +83,30 @@ def test_layers_of_several_shapes_share_the_scratch(tokens_per_request: int) -> 
     if requests is not None:
         for kv_heads, group, size in shapes:
             assert requests.room(kv_heads * tokens_per_request, group, size).requests >= whole.most
+
+
+def test_the_groups_of_layers_of_a_runner_share_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile of memory leaves room for one. Layers with unlike retentions have metadata builders of their own."""
+    made: list[WholeList] = []
+
+    def making(*given: Any) -> WholeList:
+        made.append(WholeList(*given))
+        return made[-1]
+
+    monkeypatch.setattr(builder_module, "WholeList", making)
+    plan = plan_of(resolve(BUDGET, "unique"))
+    runners = [Runner(input_batch=None), Runner(input_batch=None)]
+    for runner in (runners[0], runners[0], runners[1]):
+        with rows.building(runner):
+            start_builder(monkeypatch, {"a": plan, "b": plan})
+    first, second, other = (whole.of_run(0) for whole in made)
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    assert first.scratch.data_ptr() == second.scratch.data_ptr() != other.scratch.data_ptr()
+    assert first.arrived.data_ptr() != second.arrived.data_ptr()
+    gone = weakref.ref(first.scratch)
+    made.clear()
+    del first, second
+    gc.collect()
+    assert gone() is None

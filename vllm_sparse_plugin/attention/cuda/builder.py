@@ -122,7 +122,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         heads = [
             LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
         ]
-        self.whole = WholeList(heads, self.reorder_batch_threshold, self.dense_tokens, device) if heads else None
+        longest_query, runner = self.reorder_batch_threshold, rows.loading_runner()
+        self.whole = WholeList(heads, longest_query, self.dense_tokens, device, runner) if heads else None
         metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
         for layer in metered.values():
             warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -28,7 +29,12 @@ class WholeList:
     """The list of long dense requests, in tensors that CUDA graphs may read."""
 
     def __init__(
-        self, layers: Iterable[LayerHeads], tokens_per_request: int, dense_tokens: int, device: torch.device
+        self,
+        layers: Iterable[LayerHeads],
+        tokens_per_request: int,
+        dense_tokens: int,
+        device: torch.device,
+        runner: Any | None = None,
     ) -> None:
         """Allocates the tensors.
 
@@ -37,15 +43,15 @@ class WholeList:
             tokens_per_request: the most query tokens of a decoding request.
             dense_tokens: contexts of up to this many tokens attend densely.
             device: the device of the tensors.
+            runner: the model runner, whose lists share the scratch; None for a scratch of this list.
         """
-        heads = set(layers)
-        numbers = WHOLE_SCRATCH // 4
+        heads, numbers = set(layers), WHOLE_SCRATCH // 4
         self.most = min(
             numbers // WholeRequests.scratch_numbers(tokens_per_request * kv_heads, group, size)
             for kv_heads, group, size in heads
         )
         rows = tokens_per_request * max(each.num_kv_heads for each in heads)
-        self._scratch = torch.empty(numbers if self.most else 0, dtype=torch.float32, device=device)
+        self._scratch = _scratch_of(runner, device) if self.most else torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(WholeRequests.arrived_numbers(self.most, rows), dtype=torch.int32, device=device)
         self._listed = StepNumbers(0, 1 + self.most, torch.int32, device)
         self._dense_tokens, self._tokens_per_request = dense_tokens, tokens_per_request
@@ -73,3 +79,18 @@ class WholeList:
         if not self.most:
             return None
         return WholeRequests(self._listed.tensor, self._scratch, self._arrived, first_request)
+
+
+_scratches: WeakKeyDictionary[Any, ref[torch.Tensor]] = WeakKeyDictionary()
+"""The scratch of each model runner, as long as a list has it."""
+
+
+def _scratch_of(runner: Any | None, device: torch.device) -> torch.Tensor:
+    """Returns the scratch of a model runner, whose layers run one after the other; a new one without a runner."""
+    known = None if runner is None or runner not in _scratches else _scratches[runner]()
+    if known is not None:
+        return known
+    made = torch.empty(WHOLE_SCRATCH // 4, dtype=torch.float32, device=device)
+    if runner is not None:
+        _scratches[runner] = ref(made)
+    return made
