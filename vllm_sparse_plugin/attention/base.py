@@ -343,6 +343,16 @@ class DecodeRun(NamedTuple):
     first_token: int
     num_tokens: int
 
+    def parts(self, most_tokens: int) -> Iterator[DecodeRun]:
+        """Yields the run in parts of whole requests that have at most so many tokens."""
+        per_request = self.num_tokens // self.num_requests
+        at_once = max(1, most_tokens // per_request)
+        for first in range(0, self.num_requests, at_once):
+            count = min(at_once, self.num_requests - first)
+            yield DecodeRun(
+                self.first_request + first, count, self.first_token + first * per_request, count * per_request
+            )
+
 
 def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
     """Returns the leading requests with at most `longest` query tokens each, grouped by equal numbers."""

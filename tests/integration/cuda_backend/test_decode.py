@@ -38,6 +38,18 @@ def test_single_tokens_of_a_prompt_attend_densely(layer, builder):
     assert later.dense.data_ptr() == address
 
 
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_a_launch_has_no_more_tokens_than_a_grid_has_places(builder, prompts):
+    """The tokens of a launch are a dimension of its grid that ends at 65,535."""
+    builder.reorder_batch_threshold = 65
+    common = common_metadata([65] * 1100 + [70] * prompts, [300] * (1100 + prompts), [False] * 1100 + [True] * prompts)
+    metadata = builder.build(0, common)
+    assert [decode.tokens for decode in metadata.decode] == [slice(0, 65 * 1008), slice(65 * 1008, 65 * 1100)]
+    assert [len(decode.seq_lens) for decode in metadata.decode] == [1008, 92]
+    assert torch.equal(torch.cat([decode.block_table for decode in metadata.decode]), common.block_table_tensor[:1100])
+    assert metadata.num_decode_tokens == 65 * 1100
+
+
 def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
     def fail(*arguments, **more):
         raise AssertionError("planned")

@@ -59,6 +59,9 @@ from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
 from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
 
+_MOST_TOKENS = 65_535
+"""Query tokens of a launch: they are a dimension of its grid, whose limit this is."""
+
 
 class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     """Splits each step into requests that decode and requests that prefill."""
@@ -358,9 +361,11 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         _, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=longest, require_uniform=True)
         if num_prefills == 0 and num_tokens % num_reqs == 0:
             # Requests without query tokens may pad the batch of a graph.
-            return [DecodeRun(0, num_reqs, 0, num_tokens)]
-        start = common.query_start_loc_cpu
-        return decode_runs((start[1:] - start[:-1]).tolist(), longest)
+            runs = [DecodeRun(0, num_reqs, 0, num_tokens)]
+        else:
+            start = common.query_start_loc_cpu
+            runs = decode_runs((start[1:] - start[:-1]).tolist(), longest)
+        return [part for run in runs for part in run.parts(_MOST_TOKENS)]
 
     def _verifies(self, common: CommonAttentionMetadata) -> bool:
         """Whether all requests have the same number of tokens, above one: the newest token and its drafts."""
