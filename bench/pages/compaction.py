@@ -66,12 +66,15 @@ def soak() -> Block:
 def times() -> Block:
     """The time that compaction adds to a prefill, and to requests that decode at the same time."""
     paths = _files("time")
-    parts = [
-        f"`{row['variant']}`: {row['prefill_seconds']:.2f} s for a prefill of {row['context_tokens']:,} tokens, and "
-        f"{row['step_ms']:.1f} ms for a decode step of {row['running']} requests beside it."
-        for row in read_rows(paths)
-    ]
-    return Block(wrap(" ".join(parts), ""), paths) if paths else Block(_NOTHING)
+    rows = read_rows(paths)
+    if not rows:
+        return Block(_NOTHING)
+    ((context, running),) = {(row["context_tokens"], row["running"]) for row in rows}
+    took = ", ".join(
+        f"{row['prefill_seconds']:.2f} s and {row['step_ms']:.1f} ms (`{row['variant']}`)" for row in rows
+    )  # fmt: skip
+    text = f"A prefill of {context:,} tokens, and steps of {running} requests beside it: {took}."
+    return Block(wrap(text, ""), paths)
 
 
 def identical() -> Block:
@@ -129,7 +132,7 @@ def turns() -> Block:
     paths, lines = _files("turns"), []
     rows = read_rows(paths)
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        right = {row["turn"]: f"{row['right']} of {row['questions']}" for row in rows if row["variant"] == variant}
+        right = {row["turn"]: f"{row['right']}/{row['questions']}" for row in rows if row["variant"] == variant}
         lines.append([f"`{variant}`", *(right.get(turn, "-") for turn in _TURNS)])
     return Block(table(["backend", *_TURNS], lines), paths) if paths else Block(_NOTHING)
 

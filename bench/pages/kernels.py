@@ -33,7 +33,7 @@ def kernels_gpu() -> Block:
     """The attention of a decode step compared with dense attention, with four query heads per KV head."""
     path, rows = _FOLDER / "all.jsonl", []
     times = read_times(path)
-    for batch in (1, 8, 32):
+    for batch in (1, 32):
         for context in ("2K", "32K", "128K"):
             found = times["decode", f"{batch}q1s{context} g4"]
             us = {name: row["warm"]["median_us"] for name, row in found.items()}
@@ -47,7 +47,7 @@ def kernels_default() -> Block:
     """The same with the default budget, and on a worker with one KV head."""
     rows = []
     for path, heads, contexts, batches in (
-        (LEVELED, "8", ("8K", "32K", "128K"), (1, 8, 32)),
+        (LEVELED, "8", ("8K", "32K", "128K"), (1, 32)),
         (ONE_HEAD, "1", ("128K",), (1, 8)),
     ):
         times = read_times(path)

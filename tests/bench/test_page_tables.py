@@ -191,7 +191,7 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
     )
     write_run(folder / "time_32K.jsonl", took)
     assert " ".join(compaction.times().text.split()) == (
-        "`snapkv`: 2.50 s for a prefill of 32,768 tokens, and 7.0 ms for a decode step of 8 requests beside it."
+        "A prefill of 32,768 tokens, and steps of 8 requests beside it: 2.50 s and 7.0 ms (`snapkv`)."
     )
     parts = [float(part) for part in range(1, 17)]
     window = {"window": "no sinks", "cache_tokens": 1024, "part_tokens": 4096, "perplexity": parts}
@@ -213,8 +213,8 @@ def test_right_answers_of_two_turns_are_a_line_for_each_backend(tmp_path, monkey
     assert compaction.turns().text.splitlines() == [
         "| backend | first | second | second, protected | second, a new request |",
         "|---|---|---|---|---|",
-        "| `dense` | 22 of 24 | 23 of 24 | - | - |",
-        "| `h2o` | - | - | 0 of 24 | - |",
+        "| `dense` | 22/24 | 23/24 | - | - |",
+        "| `h2o` | - | - | 0/24 | - |",
     ]
 
 
