@@ -143,6 +143,40 @@ def test_what_kernels_count_is_a_share_of_what_is_kept():
     assert routed.read == pytest.approx((2 + 6 * 0.25) / 8)
 
 
+@pytest.mark.parametrize(
+    ("preset", "settings", "counted"),
+    [
+        ("unique", {"selection": {"coverage": 0.9}}, Counted(0.25)),
+        ("art", {"min_context_tokens": 2048}, Counted(0.25)),
+        ("sinkrouter", {"min_context_tokens": 2048}, Counted(skipped=0.5)),
+    ],
+)
+def test_a_count_is_not_of_tokens_that_read_everything(preset, settings, counted):
+    """Requests of a batch share a count. A short one reads all, in the step that ends below the limit too."""
+    keys = model(preset, settings)
+    shortest = keys.config.config.min_context_tokens
+    assert keys.shares(shortest - 2, 1, counted)[:3] == (1, 1, 1)
+    whole, sparse = shortest - 1, shortest
+    both, alone = keys.shares(whole - 1, 3, counted).read, keys.shares(sparse - 1, 1, counted).read
+    assert both == pytest.approx((whole + alone * sparse) / (whole + sparse))
+    assert alone < 1
+
+
+def test_contexts_within_the_least_pages_of_a_coverage_are_read_whole():
+    keys = model("unique", {"selection": {"coverage": 0.9, "min_budget_tokens": 512}, "min_context_tokens": 0})
+    assert keys.shares(512 + 6, 1, Counted(0.25)).read == 1
+    assert keys.shares(512 + 7, 1, Counted(0.25)).read == 0.25
+
+
+def test_what_lengths_tell_of_each_backend():
+    unknown = {name for name, preset in BACKENDS.items() if not model(preset).by_length}
+    assert unknown == {"ART", "SINKROUTER"}
+    assert not model("unique", {"selection": {"coverage": 0.9}}).by_length
+    assert not model("unique", {"stopping": {}}).by_length
+    assert model("lossless", {"selection": {"coverage": 0.9}}).by_length
+    assert model(None).by_length
+
+
 def step(seen: list[int]) -> SimpleNamespace:
     return SimpleNamespace(
         seq_lens_cpu_upper_bound=torch.tensor(seen),

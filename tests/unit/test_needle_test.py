@@ -87,6 +87,19 @@ def test_rows_come_before_a_table_with_its_totals(needles, tmp_path):
     assert not any(map(is_running, done.pids.values()))
 
 
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [("art", {}), ("sinkrouter", {"routing": {"threshold": 0.5}}), ("unique", {"selection": {"coverage": 0.9}})],
+)
+def test_what_only_a_server_can_count_has_no_share(needles, backend, settings):
+    given = json.dumps({"sparse_attention": settings})
+    done = needles(
+        "--attention-backend", backend, "--additional-config", given, answers={"dense": ANSWERS, backend: ANSWERS}
+    )
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if line.startswith("│")]
+    assert {tuple(row[4:6]) for row in table} == {("?", "100.0%")}
+
+
 def test_equal_answers_are_enough_and_all_says_nothing_of_more(needles):
     done = needles("--all", answers={"dense": ANSWERS, "unique": ANSWERS})
     assert done.code == 0

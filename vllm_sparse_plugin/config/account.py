@@ -109,9 +109,10 @@ class Counted(NamedTuple):
     """What kernels have counted, where lengths do not tell how much a step reads."""
 
     read: float | None = None
-    """Share of the keys that are kept which selecting layers read; None where lengths tell it."""
+    """Share of the keys that are kept which selecting layers read, of tokens that do not read all; None where lengths
+    tell it."""
     skipped: float = 0.0
-    """Share of the KV groups that routing skips."""
+    """Share of the KV groups that routing skips, of tokens that are routed."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,15 @@ class ModelKeys:
     """Tokens of a block of the cache."""
     itemsize: int = 2
     """Bytes of an element of the cache."""
+
+    @property
+    def by_length(self) -> bool:
+        """Whether lengths alone tell what decode steps read; else `shares` needs what kernels have counted."""
+        config = self.config
+        # Drafts alone are routed, stop, or cover in lossless mode.
+        return config is None or config.lossless is not None or not (
+            config.routing or config.stop_rule or config.coverage is not None
+        )  # fmt: skip
 
     def shares(self, prompt_tokens: int, decoded_tokens: int = 1, counted: Counted | None = None) -> Shares:
         """Returns what the decode steps of a request read and keep, together.
@@ -151,21 +161,26 @@ class ModelKeys:
         followers = anchors_of_layers(
             ((layer, layer, 1) for layer in range(first, self.num_layers)), config.anchor_layers
         )
+        selector, shortest = config.selector, config.config.min_context_tokens
         read = kept = scored = 0.0
         for layer, of_layer in enumerate(retentions):
             selects = layer >= first
             keys = keys_of_layer(config, of_layer, self.block_size, selects)
             keeps = keys.kept(prompt_tokens, contexts)
-            reads = keys.read(contexts, keeps).sum(dtype=float)
-            if selects and counted.read is not None:
-                reads = counted.read * keeps.sum(dtype=float)
-            attending = 1.0
+            reads = keys.read(contexts, keeps).astype(float)
+            # Kernels count no token that reads all that is kept.
+            sparse = keeps >= shortest
+            if selects and counted.read is not None and selector is not None:
+                varies = sparse & (keeps // selector.page_size > selector.pages_read.least)
+                reads = np.where(varies, counted.read * keeps, reads)
+            attending = np.ones(len(contexts))
             if config.routing is not None and layer >= config.routing.dense_layers and config.lossless is None:
-                attending -= counted.skipped
-            read += attending * reads
+                attending[sparse] -= counted.skipped
+            read += float(attending @ reads)
             kept += keeps.sum(dtype=float)
-            if selects and scores and layout is not None and layer not in followers and reads < keeps.sum():
-                scored += attending * (keeps // layout.page_size).sum(dtype=float) * layout.record_bytes
+            if selects and scores and layout is not None and layer not in followers:
+                pages = np.where(reads < keeps, keeps // layout.page_size, 0)
+                scored += float(attending @ pages) * layout.record_bytes
         every = contexts.sum(dtype=float) * self.num_layers
         overhead = 0.0 if layout is None else layout.memory_overhead
         return Shares(

@@ -305,10 +305,10 @@ def _table(backend: str, sparse: list[Result], reference: str, dense: list[Resul
     for ((task, context_tokens), sparse_results), (_, dense_results) in zip(
         groupby(sparse, _row), groupby(dense, _row), strict=True
     ):
-        parts = [list(dense_results), list(sparse_results)]
+        parts, shares = [list(dense_results), list(sparse_results)], keys.shares(context_tokens)
         table.add_row(
             task, str(context_tokens), *(f"{_correct(part)}/{len(part)}" for part in parts),
-            *(f"{share:.1%}" for share in keys.shares(context_tokens)[:2]),
+            f"{shares.read:.1%}" if keys.by_length else "?", f"{shares.kept:.1%}",
             *(f"{sum(result.seconds for result in part):.1f}" for part in parts),
         )  # fmt: skip
     return table

@@ -149,8 +149,9 @@ def plan(
             table.add_row(name, *["-"] * (4 + len(prompts)))
             continue
         fits = [str(requests_at_once(tables, num_blocks, prompt, tokens)) for prompt in prompts]
-        shares = ModelKeys(config, shape.layers, shape.head_size, tokens, shape.itemsize).shares(context)
-        read = f"{shares.read:.1%}" if config.lossless or not (config.stop_rule or config.routing) else "?"
+        keys = ModelKeys(config, shape.layers, shape.head_size, tokens, shape.itemsize)
+        shares = keys.shares(context)
+        read = f"{shares.read:.1%}" if keys.by_length else "?"
         room = f"{num_blocks * tokens // len(tables):,}"
         table.add_row(name, str(tokens), read, f"{shares.kept:.1%}", room, *fits)
     console = open_console()
@@ -198,10 +199,10 @@ class _Offloading(NamedTuple):
         """Return the use of both memories, and the time that a request adds to a decode step."""
         assert config.selector is not None
         assert config.offload is not None
-        read = config.selector.budget_pages * config.selector.page_size * self.token
-        copies = min(self.free, int(config.offload.hot_pages * running * read))
+        page = config.selector.page_size * self.token
+        copies = min(self.free, int(config.offload.hot_pages * running * config.selector.budget_pages * page))
         gib = [f"{size / 2**30:.1f} GiB" for size in (self.host, self.statistics, self.buffers, copies)]
-        milliseconds = read / _BUS_BYTES_PER_SECOND * 1e3
+        milliseconds = config.selector.pages_read.most * page / _BUS_BYTES_PER_SECOND * 1e3
         return (
             f"{gib[0]} of host memory; on the GPU {gib[1]} of page statistics, {gib[2]} of buffers for prompts and "
             f"{gib[3]} of copies of pages; a request adds up to {milliseconds:.1f} ms to a step (no page has a copy), "

@@ -58,8 +58,7 @@ class EngineShares:
     @property
     def is_counted(self) -> bool:
         """Whether the shares depend on kernel counts."""
-        config = self.keys.config
-        return config is not None and bool(config.routing or config.stop_rule or config.coverage)
+        return not self.keys.by_length
 
     def of(self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> Shares:
         """Return the shares of a request.
