@@ -36,6 +36,13 @@ def test_attention_that_stops_reads_what_its_workers_have_counted_since():
     assert share_of("art", {}, before, after) == (250 + 50) / (500 + 700)
 
 
+@pytest.mark.parametrize("backend", ["art", "sinkrouter"])
+def test_shares_that_no_worker_counts_are_unknown(backend):
+    """An engine with another worker extension counts nothing. Both would seem to read everything."""
+    assert shares_of(backend, {}).of(16384, 2, [], []) is None
+    assert shares_of("unique", {}).of(16384, 2, [], []) is not None
+
+
 def test_layers_that_are_routed_read_what_is_not_skipped():
     before, after = [{ROUTED: (0, 0)}], [{ROUTED: (30, 40)}]
     # Two layers are never routed.

@@ -60,8 +60,10 @@ class EngineShares:
         """Whether the shares depend on kernel counts."""
         return not self.keys.by_length
 
-    def of(self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> Shares:
-        """Return the shares of a request.
+    def of(
+        self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]
+    ) -> Shares | None:
+        """Return the shares of a request; None if they depend on counts and no worker counts.
 
         Args:
             prompt_tokens: length of the prompt.
@@ -69,6 +71,8 @@ class EngineShares:
             before: counts of each worker before them; empty if nothing is counted.
             after: counts of each worker after them.
         """
+        if self.is_counted and not after:
+            return None
         skipped = _ratio(_SKIPPED, before, after)
         return self.keys.shares(
             prompt_tokens, decoded_tokens, Counted(_ratio(_TOKENS_READ, before, after), skipped or 0.0)
