@@ -107,6 +107,31 @@ def test_shares_that_are_all_equal_have_an_interval_of_their_positions():
     assert estimate_mean([1.0] * 3, positions=4).low == estimate_mean([1.0] * 3).low
 
 
+def test_graded_scores_that_are_all_equal_are_not_certain():
+    """A bootstrap of equal numbers is a point."""
+    found = estimate_mean([0.5] * 20)
+    assert (found.low, found.high) == (estimate_mean([1, 0] * 10).low, estimate_mean([1, 0] * 10).high)
+    same = estimate_difference([0.5] * 20, [0.5] * 20)
+    # As of twenty right answers, which a run beside it gives too.
+    right = estimate_difference([1] * 20, [1] * 20)
+    assert (same.low, same.high) == (pytest.approx(right.low), pytest.approx(right.high))
+    lost = estimate_difference([0.75] * 20, [0.25] * 20)
+    assert -1 < lost.low < -0.55 < lost.value == -0.5 < -0.3 < lost.high < 0
+
+
+def test_one_graded_pair_tells_nothing():
+    found = estimate_difference([0.5], [0.25])
+    assert (found.value, found.low, found.high, found.p_value) == (-0.25, -math.inf, math.inf, 1)
+
+
+def test_shares_of_likelihood_that_are_equal_and_above_one_have_an_interval():
+    """A file may have a prompt twice. The likelihood of its text, as a share of dense attention's, can exceed 1."""
+    found = estimate_mean([1.05] * 8, positions=128)
+    assert found.value == pytest.approx(1.05)
+    assert found.high - found.value == pytest.approx(found.value - found.low)
+    assert found.value - found.low == pytest.approx(1 - estimate_mean([1.0] * 8, positions=128).low)
+
+
 def test_shares_that_differ_are_resampled_even_where_each_is_all_or_nothing():
     shares = [1.0] * 30 + [0.0] * 2
     nearly = estimate_mean([*shares[:-1], 1e-9])

@@ -13,7 +13,14 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.items import NLL, TEXT_TASKS
 from vllm_sparse_plugin.tools.eval.noise import MEASURES, beside
 from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
-from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import (
+    Difference,
+    Estimate,
+    estimate_amount,
+    estimate_amount_difference,
+    estimate_difference,
+    estimate_mean,
+)
 from vllm_sparse_plugin.tools.provenance import check_output, replacing
 
 if TYPE_CHECKING:
@@ -36,8 +43,9 @@ def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
     """
     found: dict[Place, Estimate] = {}
     for place, part in _places(results).items():
-        estimate = estimate_mean([result.score for result in part])
-        if part[0].metric == NLL:
+        is_text, scores = part[0].metric == NLL, [result.score for result in part]
+        estimate = (estimate_amount if is_text else estimate_mean)(scores)
+        if is_text:
             estimate = Estimate(_exp(estimate.value), _exp(estimate.low), _exp(estimate.high), estimate.count)
         found[place] = estimate
     return found
@@ -76,8 +84,9 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
     found: dict[Place, Difference] = {}
     for place, part in _places([first.results[name] for name in shared]).items():
         scores = [[held.results[result.id].score for result in part] for held in (first, second)]
-        difference = estimate_difference(*scores)
-        if part[0].metric == NLL:
+        is_text = part[0].metric == NLL
+        difference = (estimate_amount_difference if is_text else estimate_difference)(*scores)
+        if is_text:
             low, high = _exp(difference.low), _exp(difference.high)
             difference = Difference(_exp(difference.value), low, high, difference.p_value, difference.count)
         found[place] = difference

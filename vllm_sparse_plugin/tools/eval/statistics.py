@@ -44,35 +44,51 @@ def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
     """Estimate a mean: Wilson's interval where all scores are 0 or 1, else a bootstrap.
 
     One score other than 0 and 1 has no known spread: the interval is unbounded. Equal scores do not show their spread
-    either. If such scores are shares of the positions of a text, they get Wilson's interval, with the positions
-    converted to independent answers (see `_POSITIONS`).
+    either, so they get Wilson's interval: no scores from 0 to 1 spread further than right and wrong answers. If they
+    are shares of the positions of a text, the positions are converted to independent answers (see `_POSITIONS`).
 
     Args:
-        scores: of independent items.
+        scores: of independent items, from 0 to 1. Shares of likelihood can exceed 1.
         positions: minimum number of positions behind each share; 1 for scores that are not shares.
     """
     count = len(scores)
     mean = sum(scores) / count
-    if positions > 1 and count > 1 and max(scores) == min(scores):
-        return Estimate(mean, *_wilson(mean, count * max(positions // _POSITIONS, 1)), count)
+    if count > 1 and max(scores) == min(scores):
+        low, high = _wilson(min(mean, 1.0), count * max(positions // _POSITIONS, 1))
+        return Estimate(mean, *((low, high) if mean <= 1 else (mean - (1 - low), mean + (1 - low))), count)
     if positions == 1 and _all_binary(scores):
         return Estimate(mean, *_wilson(mean, count), count)
     return Estimate(mean, *_bootstrap(scores), count)
 
 
 def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Estimate the mean of `second - first` over the same items.
+    """Estimate the mean of `second - first` over the same items, of scores from 0 to 1.
 
     If all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10)
-    and McNemar's exact test. Otherwise: a paired bootstrap and a permutation test of the signs.
+    and McNemar's exact test. Otherwise: a paired bootstrap and a permutation test of the signs. A bootstrap of equal
+    differences would report certainty. Their interval is Wilson's of the share of items that differ otherwise, of which
+    none was seen and each may gain or lose everything.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
-    mean, count = sum(differences) / len(differences), len(differences)
+    count = len(differences)
     if _all_binary([*first, *second]):
         gained, lost = differences.count(1), differences.count(-1)
         p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-        return Difference(mean, *_newcombe(first, second), p_value, count)
-    if not any(differences):
+        return Difference(sum(differences) / count, *_newcombe(first, second), p_value, count)
+    found = estimate_amount_difference(first, second)
+    if count > 1 and max(differences) == min(differences):
+        _, others = _wilson(0.0, count)
+        low, high = found.value - others * (1 + found.value), found.value + others * (1 - found.value)
+        return Difference(found.value, low, high, found.p_value, count)
+    return found
+
+
+def estimate_amount_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Estimate the mean of `second - first` over the same items, of values that are not shares, such as nats: a paired
+    bootstrap and a permutation test of the signs. One difference tells nothing: both signs are as extreme."""
+    differences = [after - before for before, after in zip(first, second, strict=True)]
+    mean, count = sum(differences) / len(differences), len(differences)
+    if count < 2 or not any(differences):
         return Difference(mean, *_bootstrap(differences), 1.0, count)
     test = stats.permutation_test(
         (np.array(differences),),
