@@ -161,6 +161,8 @@ def test_a_coverage_reads_what_it_needs_between_its_limits(model):
     )
     read, seen = of_settings["vllm_sparse_kv_read_share"]
     assert 0 < read < seen
+    # Only attention that stops has test intervals.
+    assert "vllm_sparse_blocks_read" not in of_settings
     assert "vllm_sparse_kv_read_share" not in of_request
 
 

@@ -259,6 +259,17 @@ def test_a_server_counts_positions_where_kernels_count_keys(published):
     assert kept / of_them == 1024 / 4096
 
 
+def test_a_request_that_covers_a_share_is_kept_and_not_taken_to_read_everything(published):
+    """Of two requests beside compaction, the second one asks for a coverage; lengths do not tell what it reads."""
+    config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}, "min_context_tokens": 0}, "unique")
+    reads = live.ContextReads(keys_of_layer(config, config.compaction.retention(), BLOCK))
+    budgets, covers = np.array([32, 1 << 30]), np.array([False, True])
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(step([1024, 1024]), 1, budgets, None, np.array([3072, 1024]), covers)
+    assert published["vllm_sparse_kv_read_share"] == (256, 4096)
+    assert published["vllm_sparse_kept_share"] == (2048, 4096 + 2048)
+
+
 def test_every_backend_has_an_account():
     for preset in BACKENDS.values():
         shares = model(preset).shares(32000, 100)

@@ -324,7 +324,9 @@ def _counts_of_reads(
     """Returns the counts of reads under stopping or a coverage; None without either."""
     if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
         return None
-    return DeviceCounts(numbered_heads(selecting, vllm_config), READS, 4, device)
+    # A coverage has no test intervals.
+    metrics = READS if sparse.stop_rule is not None else READS[1:]
+    return DeviceCounts(numbered_heads(selecting, vllm_config), metrics, 4, device)
 
 
 def _quality_of(

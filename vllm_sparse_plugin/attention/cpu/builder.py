@@ -172,7 +172,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
         log = self.meter.log_of(common, covers.numpy())
         left_out = None if self.compaction is None else self.compaction.left_out
-        reads.step(common, self.reorder_batch_threshold, budgets, log, left_out)
+        reads.step(common, self.reorder_batch_threshold, budgets, log, left_out, covers.numpy())
 
     def _sample(
         self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor
