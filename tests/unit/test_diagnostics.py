@@ -367,6 +367,18 @@ REFUSED = {
         ["--additional-config", '{"sparse_attention": {"stopping": {}}}'],
         "sparse_attention.stopping: got a rule, allowed: null for diagnose",
     ),
+    "routing": (
+        ["--additional-config", '{"sparse_attention": {"routing": {"threshold": 0.5}}}'],
+        "sparse_attention.routing: got thresholds, allowed: null for diagnose",
+    ),
+    "compaction": (
+        ["--additional-config", '{"sparse_attention": {"compaction": {"method": "snapkv"}}}'],
+        "sparse_attention.compaction: got snapkv, allowed: null for diagnose",
+    ),
+    "anchors": (
+        ["--additional-config", '{"sparse_attention": {"selection": {"anchor_layers": 2}}}'],
+        "sparse_attention.selection.anchor_layers: got 2, allowed: 1 for diagnose, where each layer chooses its pages",
+    ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
     "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),

@@ -123,7 +123,6 @@ def refused_fields() -> dict[str, str]:
         fields |= dict.fromkeys(STANDS_FOR[lead] if lead in STANDS_FOR else lead.split(", "), place)
     # Kernels name limits themselves, if admission has no name that users know better.
     fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.SHARED_MEMORY), "limits.py")
-    del fields[f"{KEY}.routing"]  # the beginning of others
     return fields
 
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.policies import StreamingLLMSelection
 from vllm_sparse_plugin.tools import endings
 from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of, load_tokenizer, read_config, text_config
@@ -122,6 +123,35 @@ def find_device(name: str | None) -> str:
     if name not in devices:
         raise ConfigurationError(f"device: got {name!r}, allowed with this torch on this machine: {choices(devices)}")
     return name
+
+
+def expect_selection_alone(config: ResolvedConfig, purpose: str) -> None:
+    """Refuse settings that change which pages decode steps read, in a command that knows the selection only.
+
+    Args:
+        config: whose policy selects pages.
+        purpose: the command or its work, for the message.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    if config.stop_rule is not None:
+        raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null for {purpose}")
+    if config.coverage is not None:
+        raise ConfigurationError(
+            f"{KEY}.selection.coverage: got {config.coverage}, allowed: null for {purpose}, with a budget"
+        )
+    if config.routing is not None:
+        raise ConfigurationError(f"{KEY}.routing: got thresholds, allowed: null for {purpose}")
+    # The policy of that name reads what its compaction keeps.
+    is_window = isinstance(config.selection, StreamingLLMSelection) and config.rolling_window is None
+    if config.compaction is not None and not is_window:
+        raise ConfigurationError(f"{KEY}.compaction: got {config.compaction.method}, allowed: null for {purpose}")
+    if config.anchor_layers != 1:
+        raise ConfigurationError(
+            f"{KEY}.selection.anchor_layers: got {config.anchor_layers}, allowed: 1 for {purpose}, where each layer "
+            "chooses its pages"
+        )
 
 
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:

@@ -141,6 +141,15 @@ def test_the_command_says_what_is_wrong(tmp_path):
             ["--additional-config", '{"sparse_attention": {"first_dense_layers": 8}}'],
             "sparse_attention.first_dense_layers: got 8, allowed for training: less than the model's 8 layers",
         ),
+        # The held-out loss "as served" would be that of another selection.
+        (
+            ["--additional-config", '{"sparse_attention": {"selection": {"coverage": 0.9}}}'],
+            "sparse_attention.selection.coverage: got 0.9, allowed: null for training",
+        ),
+        (
+            ["--additional-config", '{"sparse_attention": {"compaction": {"method": "snapkv"}}}'],
+            "sparse_attention.compaction: got snapkv, allowed: null for training",
+        ),
     ):
         done = CliRunner().invoke(app, arguments + more)
         assert isinstance(done.exception, ConfigurationError)

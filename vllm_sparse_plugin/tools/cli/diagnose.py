@@ -20,6 +20,7 @@ from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
     Seed,
+    expect_selection_alone,
     find_device,
     find_model,
     find_preset,
@@ -162,12 +163,7 @@ def _compared(backend: str, additional_config: str, budgets: list[int], trained:
         resolved = resolve(merged, preset, trained)
         if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
-        if resolved.stop_rule is not None:
-            raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null for diagnose")
-        if resolved.coverage is not None:
-            raise ConfigurationError(
-                f"{KEY}.selection.coverage: got {resolved.coverage}, allowed: null beside a budget"
-            )
+        expect_selection_alone(resolved, "diagnose")
         selections.append(resolved.selection)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
 

@@ -16,6 +16,7 @@ from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Device,
     ModelFolder,
+    expect_selection_alone,
     find_device,
     find_model,
     find_preset,
@@ -78,6 +79,7 @@ def train(
         selection = dict(given.get("selection") or {}) | {"budget_tokens": budget_tokens}
         resolved = resolve(dict(given) | {"selection": selection}, preset)
     served = ServedSelection.of(resolved)
+    expect_selection_alone(resolved, "training")
     section = section_of(resolved)
     section["selection"]["statistics"] = served.selection.statistics
     limit, layers = model_limits(folder)
