@@ -53,9 +53,11 @@ class Situation(NamedTuple):
 
     @property
     def has_few_large_pages(self) -> bool:
-        """Whether a policy that scores reads fewer than `FEW_PAGES` pages of more than 8 tokens."""
+        """Whether a policy that scores reads fewer than `FEW_PAGES` pages of more than 8 tokens, by its budget."""
         selection = self.config.selection
-        return isinstance(selection, ScoredSelection) and selection.page_size > 8 and selection.budget_pages < FEW_PAGES
+        if not isinstance(selection, ScoredSelection) or self.config.coverage is not None:
+            return False
+        return selection.page_size > 8 and selection.budget_pages < FEW_PAGES
 
     @property
     def has_lambda_without_effect(self) -> bool:

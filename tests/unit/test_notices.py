@@ -32,6 +32,7 @@ CASES = {
         "auto",
         ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages; selections of fewer than 64 large "],
     ),
+    "a coverage of large pages": ("unique", {"selection": {"page_size": 32, "coverage": 0.9}}, "auto", []),
     "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", []),
     "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", []),
     "8-bit cache": ("unique", {}, "fp8", [CACHE]),
