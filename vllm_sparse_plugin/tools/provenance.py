@@ -37,7 +37,7 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"{_program()} {shlex.join(_shown(argument) for argument in sys.argv[1:])}".rstrip(),
         **({"model": name_of(model)} if model else {}),
-        "versions": {"python": platform.python_version(), **_versions((*_PACKAGES, *packages))},
+        "versions": {"python": platform.python_version(), **versions_of((*_PACKAGES, *packages))},
         "hardware": {**describe_gpu(), "processor": _processor(), "cores": os.cpu_count()},
     }
     if commit := commit or _commit():
@@ -208,7 +208,8 @@ def _commit() -> str | None:
     return None
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the distributions that are installed, by name."""
     found = {}
     for name in packages:
         with suppress(PackageNotFoundError):

@@ -93,6 +93,22 @@ def test_a_file_that_settings_name_may_not_change_under_a_run(evaluate_in_proces
     assert evaluate_in_process(MODEL, *given).startswith("sparse_attention.selection")
 
 
+@pytest.mark.parametrize("package", ["vllm-sparse-plugin", "torch"])
+def test_versions_may_not_change_under_a_run(evaluate_in_process, output, monkeypatch, package):
+    assert evaluate_in_process(MODEL) is None
+    before, versions_of = output.read_bytes(), evaluate.versions_of
+    monkeypatch.setattr(evaluate, "versions_of", lambda packages: versions_of(packages) | {package: "99"})
+    assert evaluate_in_process(MODEL).startswith(f"output: got {str(output)!r} made with versions {{")
+    assert ScoringEngine.started == 1
+    assert output.read_bytes() == before
+
+
+def test_a_server_of_another_version_is_another_run(run, output, monkeypatch):
+    assert run(*NEEDLES)[0] == 0
+    monkeypatch.setattr("vllm_sparse_plugin.tools.eval.endpoints.Server.version", lambda _: "0.99")
+    assert "made with versions {" in refused(run(*NEEDLES))
+
+
 def test_a_preset_may_not_change_under_a_run(evaluate_in_process, monkeypatch):
     from vllm_sparse_plugin.config import sources
 

