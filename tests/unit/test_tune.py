@@ -217,9 +217,11 @@ def test_nothing_is_written_where_everything_loses_more(run, evaluations, tmp_pa
     code, out, _ = run("--budget", "256")
     assert code == 1
     assert out.splitlines()[-1] == (
-        "Every setting that reads or keeps less loses more than 1.0% of tokens beyond the noise of dense attention. "
+        "Every setting that reads or keeps less loses more than 1% of tokens beyond the noise of dense attention. "
         "Serve dense attention, or raise --most-excess."
     )
+    code, out, _ = run("--budget", "256", "--most-excess", "0.0004")
+    assert "loses more than 0.04% of tokens" in out
     assert not (tmp_path / "out" / "sparse.yaml").exists()
 
 

@@ -186,9 +186,10 @@ def tune(
         lines[-1]["excess"] = {measured: _as_row(kept.excess) for measured, kept in candidate.kept.items()}
     write_output(frontier, "".join(json.dumps(line) + "\n" for line in lines), "output")
     plot_frontier(candidates, most_excess, minimise, picture)
+    most = f"{100 * most_excess:g}%"
     if chosen is None:
         console.print(
-            f"Every setting that reads or keeps less loses more than {most_excess:.1%} of {_LOST[measure]} beyond the "
+            f"Every setting that reads or keeps less loses more than {most} of {_LOST[measure]} beyond the "
             "noise of dense attention. Serve dense attention, or raise --most-excess."
         )
         raise typer.Exit(1)
@@ -200,7 +201,7 @@ def tune(
     )
     write_output(preset, setting.preset(name, about), "output")
     if chosen.excess.high > most_excess:
-        console.print(f"The interval of {chosen.name} reaches above {most_excess:.1%}. More prompts would narrow it.")
+        console.print(f"The interval of {chosen.name} reaches above {most}. More prompts would narrow it.")
     print(f"Wrote {preset}. To serve with it:")
     additional = json.dumps({KEY: {"config": str(preset)}})
     options = ["--attention-backend", str(setting.backend), "--additional-config", additional]
