@@ -71,6 +71,14 @@ def test_a_ratio_of_perplexities(run, stub, output, tmp_path):
     assert cells(out, "perplexity")[5] == f"{ratio} [{ratio}, {ratio}]"
 
 
+def test_a_small_p_value_is_not_zero(run, output, tmp_path):
+    run("--task", "multikey", "--context", "4096", "--questions", "12")
+    right, wrong = tmp_path / "right.jsonl", tmp_path / "wrong.jsonl"
+    for path, score in ((right, 1.0), (wrong, 0.0)):
+        rewrite(output, path, path.stem, **{f"multikey/4096/{i}": score for i in range(12)})
+    assert cells(run("compare", str(right), str(wrong), base=())[1], "multikey")[-1] == "< 0.001"
+
+
 def lines_of(out: str) -> list[list[str]]:
     """Cells of the table of next tokens."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]

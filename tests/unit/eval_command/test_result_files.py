@@ -205,6 +205,16 @@ def test_a_run_that_was_cut_short_goes_on(run, stub, output):
     assert (stub.requests, output.read_text()) == ([], text)
 
 
+def test_tables_say_that_a_run_was_interrupted(run, output):
+    run(*NEEDLES)
+    shown = "show", str(output)
+    assert " items: the run was interrupted" not in run(*shown, base=())[1]
+    output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]))
+    sentence = f"{output} has 2 of 4 items: the run was interrupted, the same command continues it."
+    assert sentence in run(*shown, base=())[1]
+    assert sentence in run("compare", str(output), str(output), base=())[1]
+
+
 OTHER_SETTINGS = {
     "seed": (["--seed", "1"], "seed 0, allowed: one made with 1"),
     "questions": (["--questions", "5"], "questions 4, allowed: one made with 5"),

@@ -428,6 +428,7 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
         "scored_tokens": asked.scored_tokens,
         "file_tokens": limit,
         "files": _digests(asked.paths),
+        "items": len(items),
         "python": platform.python_version(),  # the haystack is its library
     }
     return _Plan(items, settings | settings_of_items, longest, bool(asked.texts or asked.completions))

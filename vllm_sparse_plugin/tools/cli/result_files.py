@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.tools.eval.results import ResultFile
 
 _EXTRA = TABLES
 Plot = Annotated[Path | None, typer.Option(help="Plot to write, .png or .svg.")]
@@ -25,9 +30,23 @@ def show(
 
     check_plot(plot)
     files = [read_results(path) for path in results]
-    open_console().print(score_table(files))
+    console = open_console()
+    console.print(score_table(files))
+    _name_partial(files, console)
     if plot:
         plot_scores(files, plot)
+
+
+def _name_partial(files: Sequence[ResultFile], console: Console) -> None:
+    """Print a sentence for each file of a run that did not end."""
+    for file in files:
+        planned = file.settings.get("items")
+        if isinstance(planned, int) and len(file.results) < planned:
+            console.print(
+                f"{file.path} has {len(file.results)} of {planned} items: the run was interrupted, the same command "
+                "continues it.",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def compare(
@@ -52,6 +71,7 @@ def compare(
     noise = None if again is None else read_results(again)
     console = open_console()
     console.print(difference_table(*files))
+    _name_partial([*files, *([noise] if noise else [])], console)
     if (next_tokens := fidelity_table(*files, noise)) is not None:
         console.print(next_tokens)
         if noise is None:

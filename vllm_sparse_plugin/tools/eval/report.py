@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PLOT_SUFFIXES = (".png", ".svg")
 _ALL = "all"
 _COLUMNS = 4
+_LEAST_P = 0.001
+"""Smaller p-values are not shown: rounded, they would be 0."""
 SHARES = {"keys read": "key_read_share", "keys kept": "key_kept_share", "bytes read": "kv_read_share"}
 """Shares of a result, by column heading."""
 Place = tuple[str, int]
@@ -152,7 +154,8 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
         table.add_row(
             place[0], f"{place[1]:,}", str(difference.count),
             f"{before[place].value:.3f}", f"{after[place].value:.3f}",
-            _interval(difference, signed), f"{difference.p_value:.3f}",
+            _interval(difference, signed),
+            f"{difference.p_value:.3f}" if difference.p_value >= _LEAST_P else f"< {_LEAST_P}",
             end_section=place[0] == _ALL,
         )  # fmt: skip
     return table
