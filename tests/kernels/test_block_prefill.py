@@ -295,6 +295,19 @@ def test_the_kernels_choose_and_regroup_as_the_reference(name: str, index: int, 
 
 
 @on_devices
+@pytest.mark.parametrize(("dense_tokens", "context"), [(64, 65), (64, 70), (64, 80), (60, 64), (65, 81), (65, 80)])
+def test_the_first_sparse_tile_is_scored(dense_tokens: int, context: int, device: str) -> None:
+    # The newest tile is the first one that may leave out blocks, or the last one that may not.
+    case, rule = make_case([context], [20]), replace(RULES["nothing always"], dense_tokens=dense_tokens)
+    expected, read = run(case, rule, kernels=False)
+    output, counted = run(case.on(device), rule, kernels=True)
+    assert_as_accurate(output.cpu(), expected.double(), expected.float())
+    assert torch.equal(counted[:, [0, 1, 3]].cpu(), read[:, [0, 1, 3]])
+    tiles = plan_tiles(case.prompts, rule, 2)
+    assert tiles.max_reads == int(tiles.reads.max())
+
+
+@on_devices
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("index", [1, 6])
 def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bool, device: str) -> None:

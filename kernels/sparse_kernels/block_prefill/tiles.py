@@ -144,6 +144,8 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
     end = torch.minimum((number + 1) * tile, lengths)
     past = number * tile // block
     pasts = [rule.past_blocks(max(length - 1, 0)) for length in prompts.longest]
+    # The most past blocks of a tile that reads all because of `dense_tokens`.
+    most_dense = max(rule.dense_tokens - 1, 0) // block
     return Tiles(
         request=request,
         first_token=start + first - begin,
@@ -159,7 +161,7 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
         context_tokens=int(room.sum()),
         max_blocks=max(-(-length // block) for length in prompts.longest),
         max_past_blocks=max(pasts),
-        max_reads=max(max(rule.most_blocks(past), min(past, -(-rule.dense_tokens // block))) for past in pasts),
+        max_reads=max(max(rule.most_blocks(past), min(past, most_dense)) for past in pasts),
     )
 
 
