@@ -330,6 +330,20 @@ TRITON_CASES = {
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("prefill", [run, triton_run])
+@pytest.mark.parametrize("rule", [SMALL_RULE, ATTENDING])
+@pytest.mark.parametrize("tokens", [2, 90])
+def test_requests_without_a_context_become_zero_and_change_no_neighbour(prefill, rule, tokens):
+    given = make_prefill([(60, 3), (0, tokens), (40, 5)], padding=4)
+    output, kept = prefill(given, rule)
+    assert not output[3 : 3 + tokens].any()
+    assert not output[-4:].any()
+    assert kept.counts[1] == 0
+    for request in (0, 2):
+        assert torch.equal(output[given.chunks[request]], prefill(given.alone(request), rule)[0])
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("make", "given", "special"), TRITON_CASES.values(), ids=TRITON_CASES)
 def test_triton_equals_the_reference(make, given, special):
     prefill = make(**given)

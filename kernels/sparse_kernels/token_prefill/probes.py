@@ -28,7 +28,8 @@ def draw_probes(batch: PrefillBatch, rule: TokenRule) -> torch.Tensor:
     """
     lengths, chunks = batch.seq_lens.long()[:, None], batch.query_lens.long()[:, None]
     device = batch.query.device
-    first = lengths - chunks
+    # A request without a context has no rows.
+    first = (lengths - chunks).clamp(min=0)
     offset = torch.arange(rule.recent_probes, device=device)
     newest = lengths - rule.recent_probes + offset
     recent = torch.where(newest >= first, newest, -1)

@@ -62,7 +62,8 @@ def _attend_listed(
         logits = tl.where(present[None, :] & (column[None, :] <= newest[:, None]), logits, float("-inf"))
         values = read_rows(values_ptr, place, present, dim, HEAD_SIZE, DTYPE)
         largest, total, sums = add_tokens(largest, total, sums, logits, values, DTYPE)
-    sums = sums / total[:, None]
+    # A request without a context has attended to no token.
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     if value_scale_ptr is not None:
         sums *= tl.load(value_scale_ptr)
     output_place = output_ptr + token * output_strides[0] + head * output_strides[1]
@@ -106,7 +107,7 @@ def attend_all(
     """
     rows, tiles, width = TokenRows.of(cache), QueryTiles.of(batch, rule), batch.max_seq_tokens
     before = kept.before(tiles.request, tiles.window)
-    counts = (before + tiles.end - tiles.window).int()
+    counts = (before + tiles.end - tiles.window).clamp(min=0).int()
     # The extra column takes what a list does not have.
     kept_rows = rows.find(batch.block_table, torch.nn.functional.pad(kept.positions, (0, 1), value=-1))
     index = torch.arange(min(rule.local_tokens - 1 + rule.tile_tokens, width), device=before.device)
