@@ -308,6 +308,16 @@ def test_the_first_sparse_tile_is_scored(dense_tokens: int, context: int, device
 
 
 @on_devices
+def test_logits_that_round_to_zero_are_ties(device: str) -> None:
+    case = make_case([200], [20])
+    case.batch.query.mul_(1e-12)
+    rule = replace(RULES["maximum"], sink_blocks=0, recent_blocks=0)
+    expected, _ = run(case, rule, kernels=False)
+    output, _ = run(case.on(device), rule, kernels=True)
+    assert_as_accurate(output.cpu(), expected.double(), expected.float())
+
+
+@on_devices
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("index", [1, 6])
 def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bool, device: str) -> None:

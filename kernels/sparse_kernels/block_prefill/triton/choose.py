@@ -62,7 +62,8 @@ def _choose(
         score = tl.load(scores_ptr + row.to(tl.int64) * scores_stride + block, mask=exists, other=0.0)
         always = exists & ((block < sink_blocks) | (block >= past - recent_blocks))
         # The order of these integers is that of the scores: blocks always read first, blocks that do not exist last.
-        bits = score.to(tl.int32, bitcast=True)
+        # Tiny logits of both signs are rounded to zero, and -0 is like 0.
+        bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
         key = tl.where(always, 0x1FFFFFFFF, tl.where(exists, key, 0))
         rows = (count + STRIDE - 1) // STRIDE * GROUP
