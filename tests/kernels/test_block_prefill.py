@@ -318,6 +318,20 @@ def test_logits_that_round_to_zero_are_ties(device: str) -> None:
 
 
 @on_devices
+def test_heads_of_queries_and_outputs_may_lie_apart(device: str) -> None:
+    case = make_case([101, 16, 130], [53, 16, 1], group=3).on(device)
+    expected, _ = run(case, RULE, kernels=True)
+    query, output = (torch.full((*expected.shape[:2], SIZE + 8), torch.nan).bfloat16().to(device) for _ in range(2))
+    query[..., :SIZE] = case.batch.query
+    prefill_blocks(
+        replace(case.batch, query=query[..., :SIZE]), case.paged.cache, Softmax(SIZE**-0.5), RULE,
+        plan_tiles(case.prompts, RULE, 3), output=output[..., :SIZE], attend=attend_plainly,
+    )  # fmt: skip
+    assert torch.equal(output[..., :SIZE], expected)
+    assert output[..., SIZE:].isnan().all()
+
+
+@on_devices
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("index", [1, 6])
 def test_copies_of_the_blocks_give_the_bits_of_the_cache(index: int, kernels: bool, device: str) -> None:

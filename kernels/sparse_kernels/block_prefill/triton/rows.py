@@ -18,6 +18,7 @@ def _group_queries(
     count_ptr,
     query_strides,
     KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -28,10 +29,13 @@ def _group_queries(
     first, count = tl.load(first_ptr + tile), tl.load(count_ptr + tile)
     column = tl.arange(0, COLUMNS)
     row = (first * KV_HEADS + head * count).to(tl.int64)
+    # Heads of a token may lie apart.
+    query_head = head * (WIDTH // HEAD_SIZE) + column // HEAD_SIZE
+    place = query_head.to(tl.int64) * query_strides[1] + column % HEAD_SIZE
     for start in range(0, count, TOKENS):
         token = start + tl.arange(0, TOKENS)
         mask = (token < count)[:, None] & (column < WIDTH)[None, :]
-        by_token = query_ptr + (first + token).to(tl.int64)[:, None] * query_strides[0] + head * WIDTH + column[None, :]
+        by_token = query_ptr + (first + token).to(tl.int64)[:, None] * query_strides[0] + place[None, :]
         by_row = rows_ptr + (row + token)[:, None] * WIDTH + column[None, :]
         if INTO_ROWS:
             tl.store(by_row, tl.load(by_token, mask=mask), mask=mask)
@@ -91,6 +95,7 @@ def _regroup(by_token: torch.Tensor, rows: torch.Tensor, tiles: Tiles, num_kv_he
         tiles.num_tokens,
         by_token.stride(),
         KV_HEADS=num_kv_heads,
+        HEAD_SIZE=rows.shape[2],
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         TOKENS=max(8192 // triton.next_power_of_2(width), 1),
