@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sparse_kernels.batch import Copies, PrefillBatch, Prompts, Softmax
@@ -305,6 +306,50 @@ def test_the_first_sparse_tile_is_scored(dense_tokens: int, context: int, device
     assert torch.equal(counted[:, [0, 1, 3]].cpu(), read[:, [0, 1, 3]])
     tiles = plan_tiles(case.prompts, rule, 2)
     assert tiles.max_reads == int(tiles.reads.max())
+
+
+def _sum_as_on_a_gpu(self: Any, data: torch.Tensor) -> Any:
+    """Replaces `ReduceOps.sum` of Triton's interpreter: threads add their numbers, and then halves of threads. The
+    kernel that chooses has more threads where it has room for more blocks."""
+    numbers = data.handle.data
+    if numbers.dtype == np.float32:
+        threads = 128 if len(numbers) <= 4096 else 512
+        numbers = np.pad(numbers, (0, -len(numbers) % threads)).reshape(-1, threads)
+        numbers = np.add.accumulate(numbers, axis=0)[-1]
+        while len(numbers) > 1:
+            numbers = numbers[: len(numbers) // 2] + numbers[len(numbers) // 2 :]
+    return self.to_tensor(np.sum(numbers), data.dtype)
+
+
+@on_devices
+def test_a_long_neighbour_changes_no_choice_by_mass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_kernels.block_prefill.triton.choose import virtual_sequences
+
+    if device == "cpu":
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter.ReduceOps, "sum", _sum_as_on_a_gpu)
+    rule, past, rows = replace(RULE, coverage=0.9, least_blocks=1), 600, 16
+    entries = PageEntries.of(make_batch([16], HEADS, SIZE, block_size=16).paged_keys, 16)
+    # The blocks of least mass hold just what may stay unread, as far as float32 can tell.
+    generator = torch.Generator().manual_seed(0)
+    masses = torch.rand(8 * HEADS, past, generator=generator).double() + 1
+    unread = torch.arange(past) % 3 == 1
+    masses[:, unread] *= 0.1 * rows / masses[:, unread].sum(dim=1, keepdim=True)
+    masses[:, ~unread] *= (0.8 + 0.1 * torch.rand(8 * HEADS, 1, generator=generator)) * rows / 600
+    chosen = []
+    for others in ([], [4200 * 16 + 16]):
+        contexts = [past * 16 + 16] * 8 + others
+        table = torch.arange(max(contexts) // 16, dtype=torch.int32).expand(len(contexts), -1).contiguous()
+        case = prompts_of(contexts, [16] * len(contexts), table.to(device))
+        case = replace(case, query_start=case.query_start.to(device), seq_lens=case.seq_lens.to(device))
+        tiles = plan_tiles(case, rule, 2)
+        scores = torch.full((len(tiles), HEADS, tiles.max_blocks), 1e-3)
+        mine = torch.arange(0, 16, 2)
+        scores[mine, :, :past] = masses.float().view(8, HEADS, past)
+        _, lengths = virtual_sequences(scores.to(device), case.block_table, tiles, entries, 2, rule, None)
+        chosen.append(lengths.view(-1, HEADS)[mine].cpu())
+    assert torch.equal(*chosen)
 
 
 @on_devices

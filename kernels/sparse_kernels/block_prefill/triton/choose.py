@@ -10,6 +10,9 @@ from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule, 
 from sparse_kernels.block_prefill.sequences import PageEntries
 from sparse_kernels.block_prefill.tiles import Tiles
 
+_UNITS = float(1 << 40)
+"""Units of a mass of 1. Sums of the masses of all rows of a tile stay far below 63 bits."""
+
 
 # Widths, and places among other requests, differ between steps. Only `BLOCKS` grows with the context.
 @triton.jit(
@@ -48,6 +51,7 @@ def _choose(
     IS_MASS: tl.constexpr,
     COUNTERS: tl.constexpr,
     SHARE_UNITS: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     count, past, reads = tl.load(count_ptr + tile), tl.load(past_ptr + tile), tl.load(reads_ptr + tile)
@@ -67,9 +71,12 @@ def _choose(
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
         key = tl.where(always, 0x1FFFFFFFF, tl.where(exists, key, 0))
         rows = (count + STRIDE - 1) // STRIDE * GROUP
+        if IS_MASS:
+            # Masses are added as integers: the order of a sum of floats follows the room, which neighbours decide.
+            mass = (tl.where(score == score, score, 0.0) * UNITS).to(tl.int64)
         if IS_ADAPTIVE:
             # Blocks are read until at most this share of the rows' mass is unread.
-            needed = tl.sum(score, axis=0) - unread_share * rows
+            needed = tl.sum(mass, axis=0) - (unread_share * rows * UNITS).to(tl.int64)
         low = tl.full((), 0, tl.int64)
         high = tl.full((), 0x200000000, tl.int64)
         # Search for the largest key such that enough blocks have an equal or larger key.
@@ -78,7 +85,7 @@ def _choose(
             at_least = key >= middle
             enough = tl.sum(at_least.to(tl.int32), axis=0) >= reads
             if IS_ADAPTIVE:
-                enough = enough & (tl.sum(tl.where(at_least, score, 0.0), axis=0) >= needed)
+                enough = enough & (tl.sum(tl.where(at_least, mass, 0), axis=0) >= needed)
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         better, equal = key > low, (key == low) & exists
@@ -86,12 +93,12 @@ def _choose(
         rank = tl.cumsum(equal.to(tl.int32), axis=0) - 1
         taken = rank < missing
         if IS_ADAPTIVE:
-            mass = tl.sum(tl.where(better, score, 0.0), axis=0)
-            before = tl.cumsum(tl.where(equal, score, 0.0), axis=0) - tl.where(equal, score, 0.0)
-            taken = taken | (mass + before < needed)
+            equals = tl.where(equal, mass, 0)
+            before = tl.sum(tl.where(better, mass, 0), axis=0) + tl.cumsum(equals, axis=0) - equals
+            taken = taken | (before < needed)
         read = better | (equal & taken)
         if IS_MASS and counters_ptr is not None:
-            share = 1.0 - tl.sum(tl.where(read, 0.0, score), axis=0) / rows
+            share = 1.0 - tl.sum(tl.where(read, 0, mass), axis=0).to(tl.float32) / UNITS / rows
             tl.atomic_add(counters_ptr + head * COUNTERS + 2, (tl.maximum(share, 0.0) * SHARE_UNITS + 0.5).to(tl.int64))
             tl.atomic_add(counters_ptr + head * COUNTERS + 3, tl.full((), 1, tl.int64))
     num_read = tl.sum(read.to(tl.int32), axis=0)
@@ -179,6 +186,7 @@ def virtual_sequences(
         IS_MASS=rule.measure == "mass",
         COUNTERS=COUNTERS,
         SHARE_UNITS=SHARE_UNITS,
+        UNITS=_UNITS,
         num_warps=4 if blocks <= 4096 else 16,
     )
     return pages, lengths
