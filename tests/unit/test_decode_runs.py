@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_sparse_plugin.attention.base import decode_runs
+from vllm_sparse_plugin.attention.base import DecodeRun, decode_runs
 
 CASES = {
     "one token each": ([1, 1, 1], 1, [(0, 3, 0, 3)]),
@@ -18,3 +18,17 @@ CASES = {
 def test_runs(case):
     query_lens, longest, expected = case
     assert decode_runs(query_lens, longest) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "most_tokens", "expected"),
+    [
+        ((2, 3, 5, 6), 6, [(2, 3, 5, 6)]),
+        ((2, 3, 5, 6), 5, [(2, 2, 5, 4), (4, 1, 9, 2)]),
+        ((2, 3, 5, 6), 1, [(2, 1, 5, 2), (3, 1, 7, 2), (4, 1, 9, 2)]),
+        ((0, 3, 0, 0), 1, [(0, 3, 0, 0)]),
+    ],
+    ids=["at the limit", "above it", "a request above it", "padding alone"],
+)
+def test_parts_of_a_run_are_whole_requests(run, most_tokens, expected):
+    assert list(DecodeRun(*run).parts(most_tokens)) == expected

@@ -345,6 +345,9 @@ class DecodeRun(NamedTuple):
 
     def parts(self, most_tokens: int) -> Iterator[DecodeRun]:
         """Yields the run in parts of whole requests that have at most so many tokens."""
+        if self.num_tokens <= most_tokens:
+            yield self
+            return
         per_request = self.num_tokens // self.num_requests
         at_once = max(1, most_tokens // per_request)
         for first in range(0, self.num_requests, at_once):
