@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -194,15 +195,19 @@ class _Answerer:
 
         return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
 
+    @cached_property
+    def of_server(self) -> dict[str, str | None]:
+        """The versions that the server states; empty for an engine."""
+        return {} if self.server is None else {"vllm": self.server.version()}
+
     def versions(self) -> dict[str, str | None]:
         """Return the versions that results depend on: of what asks, and of what answers."""
-        found: dict[str, str | None] = {**versions_of(_PACKAGES if self.server is None else _PACKAGES[:1])}
-        return found | ({} if self.server is None else {"vllm": self.server.version()})
+        return {**versions_of(_PACKAGES if self.server is None else _PACKAGES[:1]), **self.of_server}
 
     def about(self) -> dict[str, Any]:
         """Return the description of the run for the result file."""
         about = describe_run(Path(self.model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
-        return about | ({"server": {"vllm": self.server.version()}} if self.server else {})
+        return about | ({"server": self.of_server} if self.server else {})
 
 
 @app.callback(invoke_without_command=True)
