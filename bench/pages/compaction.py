@@ -70,10 +70,8 @@ def times() -> Block:
     if not rows:
         return Block(_NOTHING)
     ((context, running),) = {(row["context_tokens"], row["running"]) for row in rows}
-    took = ", ".join(
-        f"{row['prefill_seconds']:.2f} s and {row['step_ms']:.1f} ms (`{row['variant']}`)" for row in rows
-    )  # fmt: skip
-    text = f"A prefill of {context:,} tokens, and steps of {running} requests beside it: {took}."
+    took = [f"{row['prefill_seconds']:.2f} s and {row['step_ms']:.1f} ms (`{row['variant']}`)" for row in rows]
+    text = f"A prefill of {context:,} tokens, and steps of {running} requests beside it: {', '.join(took)}."
     return Block(wrap(text, ""), paths)
 
 
