@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 CONTEXTS = (4096, 13_000)
+SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024}
 NEVER = {"stopping": {"patience": 0, "block_tokens": 512}}
 
 
@@ -95,7 +96,7 @@ def test_offloading_keeps_the_answers_of_an_8_bit_cache(questions: list[Question
 
 
 def test_offloading_keeps_the_answers_of_sparse_prompts(questions: list[Question]) -> None:
-    prefill = {"prefill": {"min_context_tokens": 1024, "min_blocks": 4}}
+    prefill = {"prefill": SPARSE_PROMPTS | {"min_blocks": 4}}
     with engine(additional_config={"sparse_attention": prefill}) as llm:
         expected = ask(llm, questions)
     settings = {"sparse_attention": prefill | {"offload": {"host_memory": "4GiB"}}}
@@ -256,9 +257,6 @@ def test_measured_steps_leave_full_graphs_and_keep_the_answers(
     means = {name: totals[f"vllm_sparse_{name}"][0] / count for name in names}
     assert all(0.2 < mean <= 1 for mean in means.values()), means
     assert abs(means["attention_mass"] - means["estimated_mass"]) < 0.1
-
-
-SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024}
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1024, 16_384])
