@@ -269,6 +269,21 @@ def test_a_share_of_the_weights_before_training_is_kept(model, tmp_path, lora_ra
     assert (tmp_path / LOG).read_text() == log
 
 
+def test_updates_leave_the_other_weights_of_a_model_as_they_were(model, tmp_path, monkeypatch):
+    """On a GPU these weights are bfloat16 beside the updates, also those of a model that has more digits."""
+    trainer = Trainer(run_of(model, tmp_path / "out"), rows(), TOKENIZER, "cpu")
+    held = trainer._accelerator.get_state_dict(trainer._model)
+    rounded = {name: weight if "lora_" in name else weight.bfloat16() for name, weight in held.items()}
+    monkeypatch.setattr(trainer._accelerator, "get_state_dict", lambda _: rounded)
+    trainer.write()
+    before, after = weights(model), weights(tmp_path / "out")
+    assert SETTINGS.lora_rank > 0
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    assert before.keys() == after.keys()
+    # Updates are zero before the first step.
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
 @pytest.mark.parametrize(("budget", "prompt"), [(24, 20), (512, 20), (24, 64)])
 def test_a_model_is_held_to_the_dense_one_and_differs_from_it_by_the_mask_alone(model, tmp_path, budget, prompt):
     config = resolve({"selection": SELECTION | {"budget_tokens": budget}, "min_context_tokens": 0}, "unique")

@@ -72,7 +72,11 @@ def write_model(
         output: folder to write.
     """
     model = with_updates(load_model(source, attention, torch.float32), settings)
-    model.load_state_dict(_averaged(state, model.state_dict(), settings))
+    before = model.state_dict()
+    if settings.lora_rank:
+        # All other weights are unchanged, but were loaded in 16 bits for the training.
+        state = before | {name: weight for name, weight in state.items() if "lora_" in name}
+    model.load_state_dict(_averaged(state, before, settings))
     if settings.lora_rank:
         model.save_pretrained(output / ADAPTER)
         model = model.merge_and_unload()
