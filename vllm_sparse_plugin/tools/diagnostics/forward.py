@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,11 +104,14 @@ class CapturingModel:
         Raises:
             ConfigurationError: transformers cannot load the model. At run time: its form of attention is not supported.
         """
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
 
         # Each model has a unique name, because transformers looks the function up by name at every call.
         attention = f"vllm_sparse_capture_{id(self)}"
         AttentionInterface.register(attention, self._attend)
+        # Without its mask a layer of a window would attend to everything.
+        AttentionMaskInterface.register(attention, sdpa_mask)
         model = load_causal_lm(folder, attention, torch.bfloat16)
         with explain_load(folder):
             model.to(device).eval()
@@ -147,8 +151,10 @@ class CapturingModel:
             tokens: ids of the rest.
             skip: returns the groups of a layer whose output is set to zero.
         """
+        before = [_copied(layer) for layer in cache.layers]
         logits = self._forward(tokens, len(tokens), skip, past_key_values=cache, use_cache=True)
-        cache.crop(-len(tokens))
+        # A layer of a window cannot remove tokens: it has forgotten those before.
+        cache.layers[:] = before
         return Decoded(list(self._layers), logits[0].argmax(dim=-1).tolist())
 
     def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **options: Any) -> torch.Tensor:
@@ -179,6 +185,15 @@ class CapturingModel:
         if self._skip is not None and not window:
             output[self._skip(len(self._layers) - 1, inputs)] = 0
         return output.flatten(1, 2).to(query.dtype)[None], None
+
+
+def _copied(layer: Any) -> Any:
+    """Return a copy of a layer's cache that later tokens leave unchanged."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    # These join keys and values into new tensors. Others may write in place.
+    joins = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return copy(layer) if joins else deepcopy(layer)
 
 
 @contextmanager
