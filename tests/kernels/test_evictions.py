@@ -105,6 +105,20 @@ def test_votes_over_8_bit_keys_and_queries_count_their_scales(kernels):
     assert (found - redundancy(table, 100, plain)).abs().max() < 1e-6
 
 
+def test_votes_follow_a_scale_that_reloaded_weights_bring(kernels):
+    """vLLM writes the new scale of a layer's keys where the old one was. An engine makes its caches once."""
+    rows, table = layers_of(4, dtype=torch.float8_e4m3fn)
+    query = torch.randn(LAYERS, 8, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    votes, caches = torch.zeros(3, LAYERS, HEADS, 100), caches_of(rows, 2.0)
+    add_votes_of_layers(votes[0], query, 92, table, caches, [Softmax(0.25)] * LAYERS)
+    for cache in caches.caches:
+        cache.key_scale.fill_(6.0)
+    add_votes_of_layers(votes[1], query, 92, table, caches, [Softmax(0.25)] * LAYERS)
+    add_votes_of_layers(votes[2], query, 92, table, caches_of(rows, 6.0), [Softmax(0.25)] * LAYERS)
+    assert not torch.equal(votes[0], votes[2])
+    assert torch.equal(votes[1], votes[2])
+
+
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 150])
 def test_redundancy_is_the_mean_cosine_without_the_newest_similar_token(kernels, count):
     rows, table = layers_of(5)

@@ -44,9 +44,12 @@ class LayerCaches:
             raise ValueError("caches: got different strides or dtypes, allowed: equal ones")
         return torch.tensor([each.data_ptr() for each in rows], device=rows[0].device)
 
-    @cached_property
+    @property
     def key_scales(self) -> torch.Tensor | None:
-        """`[num_layers]` float32, see `KVCache.key_scale`; None for 16-bit caches."""
+        """`[num_layers]` float32, see `KVCache.key_scale`; None for 16-bit caches.
+
+        Each use reads the scales of the layers, because weights may be reloaded.
+        """
         scales = [cache.key_scale for cache in self.caches if cache.key_scale is not None]
         return torch.stack([scale.reshape(()) for scale in scales]) if scales else None
 
