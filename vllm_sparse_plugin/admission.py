@@ -21,6 +21,7 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
+from vllm_sparse_plugin.compaction.notices import compaction_notices
 from vllm_sparse_plugin.compaction.refusals import refuse_evictions, refuse_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.anchors import refuse_anchors
@@ -116,7 +117,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         _refuse(name, False, field, got, allowed)
     if config.offload is not None:
         size_cache(vllm_config, config.offload)
-    announce(config, vllm_config.cache_config.cache_dtype, lossless_notices(vllm_config, config))
+    of_engine = *compaction_notices(vllm_config, config), *lossless_notices(vllm_config, config)
+    announce(config, vllm_config.cache_config.cache_dtype, of_engine)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:

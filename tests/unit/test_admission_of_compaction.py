@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
 
+from vllm_sparse_plugin import notices
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.attention.base import ModelSize
 from vllm_sparse_plugin.engine_traits import layers_over_everything
@@ -72,6 +73,32 @@ def test_only_layers_without_a_window_keep_queries(folder):
     for model, layers in (({}, 2), (WINDOWS, 1)):
         got = refusal(folder(**model), **arguments, max_num_seqs=1 << 26, max_num_batched_tokens=1 << 26)
         assert f": at most {(1 << 22) // layers}: each running request keeps " in got
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "is_flat"),
+    [
+        (7, {}, True),
+        (7, {"layer_classes": 7}, False),
+        (7, {"layer_classes": 1}, False),
+        (7, {"beta": 1.0}, False),
+        (9, {}, False),
+        (1, {}, False),
+    ],
+)
+def test_a_pyramid_of_one_class_is_said_in_one_sentence(layers, settings, is_flat, folder, monkeypatch):
+    """No number from 2 to 4 divides 7 layers, as it divides none of the 13 layers of Gemma 2 2B without a window."""
+    said: list[str] = []
+    monkeypatch.setattr(notices, "_log_once", said.append)
+    kinds = {"layer_types": ["full_attention", "sliding_attention"] * layers, "sliding_window": 64}
+    model = folder(num_hidden_layers=2 * layers, **kinds)
+    given = {"additional_config": {"sparse_attention": {"compaction": settings}}} if settings else {}
+    admit(engine_config(model, attention_backend="pyramidkv", **given), BACKENDS)
+    sentence = (
+        "sparse_attention.compaction.layer_classes: no number of classes from 2 to 4 divides the 7 layers that attend "
+        "to everything, so all of them keep the same budget, as with snapkv; set a divisor of 7."
+    )
+    assert set(said) == ({sentence} if is_flat else set())
 
 
 @pytest.mark.parametrize(

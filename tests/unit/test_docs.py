@@ -264,7 +264,7 @@ def test_troubleshooting_has_every_refusal_and_no_other():
 
 
 def test_troubleshooting_has_every_notice_and_no_other():
-    files = PACKAGE / "notices.py", PACKAGE / "lossless" / "notices.py"
+    files = PACKAGE / "notices.py", PACKAGE / "compaction" / "notices.py", PACKAGE / "lossless" / "notices.py"
     sentences = [
         text_of(node.value)
         for file in files
