@@ -29,12 +29,12 @@ def run(*arguments: str) -> str:
 
 def test_requests_that_decode_and_one_that_prefills_fit():
     moving = Retention(False, 100, None, 4, 0)
-    # 1,000 tokens are 63 blocks of 16; 7 and the incomplete one are kept.
-    assert requests_at_once([None], 630, 1000, 16) == 10
-    assert requests_at_once([moving], 62, 1000, 16) == 0
-    assert requests_at_once([moving], 63, 1000, 16) == 1
-    assert requests_at_once([moving], 63 + 8 * 5, 1000, 16) == 6
-    assert requests_at_once([moving, None], 2 * 63 + 71 * 3, 1000, 16) == 4
+    # 1,000 tokens are 63 blocks of 16; 7 and the incomplete one are kept. vLLM keeps one block of the pool.
+    assert requests_at_once([None], 1 + 630, 1000, 16) == 10
+    assert requests_at_once([moving], 1 + 62, 1000, 16) == 0
+    assert requests_at_once([moving], 1 + 63, 1000, 16) == 1
+    assert requests_at_once([moving], 1 + 63 + 8 * 5, 1000, 16) == 6
+    assert requests_at_once([moving, None], 1 + 2 * 63 + 71 * 3, 1000, 16) == 4
 
 
 def test_every_preset_has_a_row_and_compaction_fits_more(folder):

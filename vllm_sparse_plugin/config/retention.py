@@ -160,7 +160,7 @@ def requests_at_once(
 
     Args:
         retentions: what the layers keep, one entry per block table of a request; None for everything.
-        num_blocks: blocks of the pool, each for the layers that share a table.
+        num_blocks: blocks of the pool, each for the layers that share a table. vLLM gives all but one to requests.
         prompt_tokens: P.
         block_size: tokens of a block.
     """
@@ -170,4 +170,5 @@ def requests_at_once(
         prompt_blocks if retention is None else retention.most_held_blocks(prompt_tokens, block_size)
         for retention in retentions
     )
-    return 1 + (num_blocks - every) // held if num_blocks >= every else 0
+    free = num_blocks - 1
+    return 1 + (free - every) // held if free >= every else 0
