@@ -49,6 +49,9 @@ def test_a_ratio_follows_the_prompt_and_a_share_the_layers():
     assert [moving(None, 0.25).budget(prompt) for prompt in (1, 400, 401)] == [5, 100, 101]
     assert moving(None, 1.0).left_out(777, 800, BLOCK) == range(0)
     assert moving(100, share=0.5).budget(1000) == 4 + 48
+    # In floating point these products are a little more than whole numbers: 880 and 112.
+    assert moving(None, 0.55).budget(1600) == 880
+    assert moving(None, 0.07).kept_blocks(1600, BLOCK) == 7
 
 
 @pytest.mark.parametrize(("layers", "classes", "sizes"), [(32, 4, 8), (8, 4, 2), (6, 4, 2), (7, 4, 7), (1, 4, 1)])

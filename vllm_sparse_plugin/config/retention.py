@@ -58,11 +58,10 @@ class Retention:
 
     def budget(self, prompt_tokens: int) -> int:
         """Returns the number of kept prompt tokens: at least one more than those always kept."""
-        budget = self.budget_tokens if self.budget_ratio is None else math.ceil(self.budget_ratio * prompt_tokens)
+        budget = self.budget_tokens if self.budget_ratio is None else _rounded_up(self.budget_ratio * prompt_tokens)
         assert budget is not None
         always = self.sink_tokens + self.reserved_tokens
-        # Rounding first avoids rounding up a whole number with a floating-point error.
-        return always + max(math.ceil(round((budget - always) * self.share, 6)), 1)
+        return always + max(_rounded_up((budget - always) * self.share), 1)
 
     def of_layers(self, num_layers: int) -> list[Retention]:
         """Returns what each layer of a model keeps, if the layers share the budget."""
@@ -151,6 +150,11 @@ class Retention:
         before_first = -(-(self._first_eviction(prompt_tokens, block_size) + 1) // block_size)
         between = self.kept_blocks(prompt_tokens, block_size) + -(-self.every // block_size) + 1
         return max(after_prompt, between, before_first if prompt_tokens < self.min_context_tokens else 0)
+
+
+def _rounded_up(tokens: float) -> int:
+    # Rounding first avoids rounding up a whole number with a floating-point error.
+    return math.ceil(round(tokens, 6))
 
 
 def requests_at_once(
