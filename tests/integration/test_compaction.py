@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config.compaction import ZipVLCompaction
+from vllm_sparse_plugin.requests.rows import preempt
 from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
@@ -425,6 +426,18 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
         harness.step([(other, 10)])  # steps may omit a request for a while
         assert set(harness.builder.compaction._requests) == {other.name, request.name}
         harness.release(request)
+    harness.step([(other, 10)])
+    assert list(harness.builder.compaction._requests) == [other.name]
+
+
+def test_a_preempted_prompt_holds_no_votes_while_it_waits(model):
+    """vLLM's first model runner knows it on. It will be computed from its beginning."""
+    harness = harness_of(model, "dense", H2O)
+    request, other = harness.request(300), harness.request(60)
+    harness.step([(request, 150), (other, 10)])
+    states = harness.builder.compaction._requests
+    assert states[request.name].votes
+    preempt(harness, [request.name], [other.name])
     harness.step([(other, 10)])
     assert list(harness.builder.compaction._requests) == [other.name]
 

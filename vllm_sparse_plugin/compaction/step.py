@@ -201,8 +201,8 @@ class StepCompaction:
             if request.is_whole:
                 self._move(request, self._blocks(request, common.block_table_tensor[index]))
         if len(self._requests) > len(rows):
-            # Remove the windows of finished requests.
-            self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
+            # Remove the windows and votes of requests that have finished, or wait to be computed again.
+            self._requests = {name: request for name, request in self._requests.items() if self.rows.runs(name)}
         return left_out
 
     def _is_of_another(self, request: RequestState, row: Row, computed: int) -> bool:
