@@ -70,6 +70,46 @@ def test_files_that_a_container_has_read_are_free_memory(stat, free, monkeypatch
     assert memory.available_memory() == free * GIB
 
 
+FILES = f"active_file {GIB}\ninactive_file {2 * GIB}\n"
+GROUPS: dict[str, tuple[str, dict[str, object], int]] = {
+    "a container that sees its own group": ("0::/", {"memory.max": 9 * GIB, "memory.current": 4 * GIB}, 5),
+    "a service of systemd": (
+        "0::/system.slice/vllm.service",
+        {"system.slice/vllm.service/memory.max": 9 * GIB, "system.slice/vllm.service/memory.current": 4 * GIB,
+         "system.slice/vllm.service/memory.stat": FILES}, 8,
+    ),
+    "a slice around a service": (
+        "0::/system.slice/vllm.service",
+        {"system.slice/memory.max": 9 * GIB, "system.slice/memory.current": 4 * GIB,
+         "system.slice/vllm.service/memory.max": "max", "system.slice/vllm.service/memory.current": GIB}, 5,
+    ),
+    "the first version of groups": (
+        "9:cpu,memory:/docker/5\n0::/",
+        {"memory/docker/5/memory.limit_in_bytes": 9 * GIB, "memory/docker/5/memory.usage_in_bytes": 4 * GIB,
+         "memory/docker/5/memory.stat": f"inactive_file {7 * GIB}\ntotal_inactive_file {2 * GIB}\n"}, 7,
+    ),
+    "the first version in a container": (
+        "9:memory:/docker/5", {"memory/memory.limit_in_bytes": 9 * GIB, "memory/memory.usage_in_bytes": 4 * GIB}, 5,
+    ),
+    "no limit": (
+        "9:memory:/user\n0::/user",
+        {"memory/user/memory.limit_in_bytes": 9223372036854771712, "memory/user/memory.usage_in_bytes": 4 * GIB}, 900,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_a_limit_of_a_group_around_this_process_bounds_free_memory(case, monkeypatch, tmp_path):
+    membership, files, expected = GROUPS[case]
+    for name, value in {"meminfo": f"MemAvailable:   {900 << 20} kB\n", "self": membership, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(value))
+    monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "self", raising=False)
+    assert memory.available_memory() == expected * GIB
+
+
 NOT_OFFLOADED = {
     "speculation": (NGRAM, {}, {}, "speculation"),
     "a connector": (connector("OffloadingConnector"), {}, {}, "a KV connector"),
