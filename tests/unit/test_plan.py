@@ -85,6 +85,31 @@ def test_offloading_divides_both_memories(folder):
     assert "and 0.0 GiB of copies of pages" in output
 
 
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"selection": {"policy": "dense"}}, "sparse_attention.offload: got policy dense, allowed: null"),
+        (
+            {"compaction": {"method": "snapkv"}},
+            "sparse_attention.offload: got a section and sparse_attention.compaction, allowed: null",
+        ),
+        ({"first_dense_layers": 2}, "sparse_attention.offload: got 2 leading dense layers, allowed: null"),
+        (
+            {"min_context_tokens": 9000},
+            "sparse_attention.min_context_tokens: got 9000, allowed: up to 8193 with offload",
+        ),
+    ],
+)
+def test_what_a_server_refuses_beside_offloading_has_no_numbers(sections, sentence, folder):
+    settings = json.dumps({"sparse_attention": sections})
+    output = run(
+        "--model", str(folder), *SIZES, "--attention-backend", "unique_offload", "--additional-config", settings
+    )
+    assert f"unique_offload, as given is refused: {sentence}" in output
+    assert set(rows_of(output)["unique_offload, as given"]) == {"-"}
+    assert "as given: 128.0 GiB" not in output
+
+
 def test_a_coverage_may_read_up_to_its_largest_budget_over_the_bus(folder):
     host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--context", "131072")
     settings = {"selection": {"coverage": 0.9, "max_budget_tokens": 8192}}

@@ -26,8 +26,18 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
 
     traits = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)]
     refused = dict.fromkeys([*traits, *moved_blocks(vllm_config, noise=False)], True)
-    refused |= {
-        "sleep mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+    refused["sleep mode"] = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    for got, holds in refused.items():
+        if holds:
+            yield f"{KEY}.offload", got, "null"
+    yield from refuse_settings(config, on_gpu=not current_platform.is_cpu())
+    assert config.offload is not None
+    yield from _refuse_size(vllm_config, config.offload)
+
+
+def refuse_settings(config: ResolvedConfig, on_gpu: bool) -> Iterator[tuple[str, object, str]]:
+    """Yields the field, the value and the allowed values of settings that offloading excludes with every model."""
+    refused = {
         # Each step would read the whole cache over the bus.
         f"policy {config.selection.name()}": not reads_selection(config.selector),
         f"{config.config.first_dense_layers} leading dense layers": config.config.first_dense_layers > 0,
@@ -39,14 +49,12 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
     for got, holds in refused.items():
         if holds:
             yield f"{KEY}.offload", got, "null"
-    assert config.offload is not None
     selector, least = config.selector, config.config.min_context_tokens
-    if selector is not None and reads_selection(selector) and not current_platform.is_cpu():
+    if selector is not None and reads_selection(selector) and on_gpu:
         # Contexts that are read whole have copies up to the largest selection; longer ones would cross the bus.
         most = largest_selection(config) * selector.page_size
         if least > most + 1:
             yield f"{KEY}.min_context_tokens", least, f"up to {most + 1} with offload"
-    yield from _refuse_size(vllm_config, config.offload)
 
 
 def _refuse_size(vllm_config: VllmConfig, offload: Offload) -> Iterator[tuple[str, object, str]]:

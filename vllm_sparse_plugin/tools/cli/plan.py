@@ -23,6 +23,7 @@ from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
+from vllm_sparse_plugin.offload.refusals import refuse_settings
 from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
@@ -219,11 +220,13 @@ def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, 
 
 
 def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
-    """Refuse a configuration that a server refuses for this cache dtype.
+    """Refuse a configuration that a server refuses for this cache dtype, or beside offloading.
 
     Raises:
         ConfigurationError: states the refusal.
     """
+    for field, got, allowed in refuse_settings(config, on_gpu=True) if config.offload is not None else ():
+        raise ConfigurationError(f"{field}: got {got}, allowed: {allowed}")
     if shape.itemsize > 1:
         return
     if config.coverage is not None:
