@@ -110,6 +110,20 @@ def test_what_a_server_refuses_beside_offloading_has_no_numbers(sections, senten
     assert "as given: 128.0 GiB" not in output
 
 
+@pytest.mark.parametrize("case", ["a large budget", "large groups"])
+def test_selections_that_are_read_in_pieces_have_no_copies(case, folder):
+    settings = {"selection": {"budget_tokens": 8200}} if case == "a large budget" else {"offload": {}}
+    if case == "large groups":
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, "num_key_value_heads": 1}))
+    output = run(
+        "--model", str(folder), *SIZES, "--attention-backend", "unique_offload", "--additional-config",
+        json.dumps({"sparse_attention": settings}),
+    )  # fmt: skip
+    (line,) = (line for line in output.splitlines() if line.startswith("unique_offload, as given:"))
+    assert "and 0.0 GiB of copies of pages" in line
+
+
 def test_a_coverage_may_read_up_to_its_largest_budget_over_the_bus(folder):
     host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--context", "131072")
     settings = {"selection": {"coverage": 0.9, "max_budget_tokens": 8192}}

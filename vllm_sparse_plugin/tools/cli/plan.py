@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Column, Table
+from sparse_kernels.limits import MAX_GROUP, MAX_K
 
 from vllm_sparse_plugin.config import (
     KEY,
@@ -24,7 +25,7 @@ from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.offload.refusals import refuse_settings
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes
+from vllm_sparse_plugin.requests.arguments import kept_page_bytes, largest_selection
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
@@ -176,6 +177,8 @@ class _Offloading(NamedTuple):
     """Room for copies of pages on the GPU."""
     token: int
     """Keys and values of a token."""
+    group_size: int
+    """Query heads of a KV head."""
 
     @classmethod
     def of(
@@ -193,15 +196,19 @@ class _Offloading(NamedTuple):
         if buffers >= memory:
             raise ConfigurationError(f"context: got {context}, allowed: less, since two buffers of it must fit the GPU")
         num_blocks = min(host // block, (memory - buffers) // of_block if of_block else host)
-        statistics = num_blocks * of_block
-        return cls(num_blocks, num_blocks * block, statistics, buffers, memory - buffers - statistics, token)
+        statistics, group = num_blocks * of_block, shape.heads // shape.kv_heads
+        return cls(num_blocks, num_blocks * block, statistics, buffers, memory - buffers - statistics, token, group)
 
     def describe(self, config: ResolvedConfig, running: int) -> str:
         """Return the use of both memories, and the time that a request adds to a decode step."""
         assert config.selector is not None
         assert config.offload is not None
         page = config.selector.page_size * self.token
-        copies = min(self.free, int(config.offload.hot_pages * running * config.selector.budget_pages * page))
+        # Selections in pieces are read where they are.
+        wanted = config.offload.hot_pages
+        if largest_selection(config) > MAX_K or self.group_size > MAX_GROUP:
+            wanted = 0.0
+        copies = min(self.free, int(wanted * running * config.selector.budget_pages * page))
         gib = [f"{size / 2**30:.1f} GiB" for size in (self.host, self.statistics, self.buffers, copies)]
         milliseconds = config.selector.pages_read.most * page / _BUS_BYTES_PER_SECOND * 1e3
         return (
