@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -410,6 +411,21 @@ def test_pinned_memory_is_zero_and_is_given_back(kind, monkeypatch):
     assert not driver.pinned
     # Memory without an address cannot be unpinned safely: another thread may have been given the address.
     assert driver.was_mapped
+
+
+def test_a_forked_process_does_not_get_pinned_memory(monkeypatch):
+    driver = Driver(1 << 40)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = pool.pinned_memory(1 << 20)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if mapped := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(address, 16) for address in mapped.groups())
+            inside = start <= memory.data_ptr() < end
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "dc" in flags
 
 
 def test_more_than_is_free_is_not_touched(monkeypatch):

@@ -230,6 +230,9 @@ def pinned_memory(size: int) -> torch.Tensor:
     # Pinning a huge page takes as long as pinning one of 4 KiB. Some systems have none.
     with suppress(OSError):
         block.madvise(mmap.MADV_HUGEPAGE)
+    # The system would copy every pinned page for a process that this one forks.
+    with suppress(OSError):
+        block.madvise(mmap.MADV_DONTFORK)
     # It ends before the mapping does, so what is unpinned still has its address.
     pinned = (ctypes.c_uint8 * size).from_buffer(block)
     memory = torch.frombuffer(pinned, dtype=torch.uint8)
