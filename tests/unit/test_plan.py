@@ -144,6 +144,21 @@ def test_buffers_and_statistics_limit_what_the_host_has_room_for(folder):
     assert "unique_offload is refused: context: got 1835008, allowed: less" in output
 
 
+def test_host_memory_whose_statistics_do_not_fit_the_gpu_is_refused(folder):
+    small = ("--gpu-memory", "30GiB", "--gpu-memory-utilization", "1", "--weights", "16GiB", "--context", "131072")
+
+    def given(size: str) -> str:
+        settings = json.dumps({"sparse_attention": {"offload": {"host_memory": size}}})
+        backend = "--attention-backend", "unique_offload"
+        return run("--model", str(folder), *small, *backend, "--additional-config", settings)
+
+    assert (
+        "unique_offload, as given is refused: sparse_attention.offload.host_memory: got 999GiB, whose page statistics "
+        "take 62.4 GiB of GPU memory, allowed: up to 208.0GiB"
+    ) in given("999GiB")
+    assert "unique_offload, as given: 208.0 GiB of host memory" in given("208GiB")
+
+
 SIZES = ("--gpu-memory", "80GiB", "--weights", "16GiB")
 
 

@@ -187,7 +187,8 @@ class _Offloading(NamedTuple):
         """Divide GPU memory and host memory.
 
         Raises:
-            ConfigurationError: the buffers of the prompts do not fit the GPU.
+            ConfigurationError: the buffers of the prompts do not fit the GPU, or the statistics of the settings' host
+                memory do not.
         """
         token = 2 * shape.layers * shape.kv_heads * shape.head_size * shape.itemsize
         block = token * block_size
@@ -195,7 +196,15 @@ class _Offloading(NamedTuple):
         buffers = 2 * -(-context // block_size) * block // shape.layers
         if buffers >= memory:
             raise ConfigurationError(f"context: got {context}, allowed: less, since two buffers of it must fit the GPU")
-        num_blocks = min(host // block, (memory - buffers) // of_block if of_block else host)
+        num_blocks, most = host // block, (memory - buffers) // of_block if of_block else host
+        assert config.offload is not None
+        if num_blocks > most and config.offload.bytes is not None:
+            allowed = math.floor(10 * most * block / 2**30) / 10
+            raise ConfigurationError(
+                f"{KEY}.offload.host_memory: got {config.offload.host_memory}, whose page statistics take "
+                f"{num_blocks * of_block / 2**30:.1f} GiB of GPU memory, allowed: up to {allowed}GiB"
+            )
+        num_blocks = min(num_blocks, most)
         statistics, group = num_blocks * of_block, shape.heads // shape.kv_heads
         return cls(num_blocks, num_blocks * block, statistics, buffers, memory - buffers - statistics, token, group)
 
