@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.attention import base
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
@@ -435,6 +436,20 @@ def test_more_than_is_free_is_not_touched(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         pool.pinned_memory(4 * GIB)
     expected = f"{FIELD}: got 4.0GiB for this worker, allowed: up to 3.0GiB, the free host memory"
+    assert str(caught.value) == expected
+
+
+def test_workers_share_the_memory_that_was_free_before_any_of_them_pinned(monkeypatch):
+    monkeypatch.setattr(memory.Pinned, "free_before", None, raising=False)
+    monkeypatch.setattr(memory, "available_memory", lambda: 10 * GIB)
+    specs = {"layer": object()}
+    assert base.specify(specs) == specs
+    assert memory.Pinned.free_before == 10 * GIB
+    monkeypatch.setattr(pool, "available_memory", lambda: 9 * GIB)
+    monkeypatch.setattr(mmap, "mmap", None)
+    with pytest.raises(ConfigurationError) as caught:
+        pool.pinned_memory(6 * GIB, workers=2)
+    expected = f"{FIELD}: got 6.0GiB for this worker, allowed: up to 5.0GiB, its share of the free host memory"
     assert str(caught.value) == expected
 
 

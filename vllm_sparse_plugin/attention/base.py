@@ -25,7 +25,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.plan import LayerPlan, numbered_heads
@@ -38,6 +38,7 @@ from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.offload.memory import note_free_memory
 from vllm_sparse_plugin.offload.pool import allocate_cache
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
@@ -94,7 +95,7 @@ class SparseBackend:
         """
         compat.hook_cache_allocation(allocate_cache)
         compat.hook_model_runners(
-            _building, spread, rows.note, sampling.begin_step, request_log.finish, rows.preempt, _release_layers
+            _building, specify, rows.note, sampling.begin_step, request_log.finish, rows.preempt, _release_layers
         )
 
     @classmethod
@@ -113,6 +114,12 @@ class SparseBackend:
         if compaction is None:
             return spec
         return compacted(spec, compaction.retention())
+
+
+def specify(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Returns `spread(specs)`. vLLM asks every worker for its specifications before one of them has its cache."""
+    note_free_memory()
+    return spread(specs)
 
 
 class ModelSize(NamedTuple):

@@ -20,6 +20,13 @@ class Pinned:
 
     size = 0
     """Bytes."""
+    free_before: int | None = None
+    """Bytes that were free before any worker of this engine pinned its part; None if unknown."""
+
+
+def note_free_memory() -> None:
+    """Notes the free memory. Call it in each worker before any of them has its cache."""
+    Pinned.free_before = available_memory()
 
 
 def available_memory() -> int | None:

@@ -82,7 +82,8 @@ def allocate_in_host_memory(
     # Tensors without memory say where each layer's blocks are.
     places = allocate(kv_cache_config, torch.device("meta"), layout, kernel_block_sizes)
     started = time.monotonic()
-    memory = pinned_memory(next(iter(places.values())).untyped_storage().nbytes())
+    size, workers = next(iter(places.values())).untyped_storage().nbytes(), vllm_config.parallel_config
+    memory = pinned_memory(size, workers.tensor_parallel_size)
     seconds = time.monotonic() - started
     logger.info(
         "%s.offload: keys and values are in %.1f GiB of host memory, pinned in %.1f s; page statistics take %.2f GiB "
@@ -207,11 +208,15 @@ def _expect_room(statistics: int, room: int, kv_cache_config: KVCacheConfig) -> 
         )
 
 
-def pinned_memory(size: int) -> torch.Tensor:
+def pinned_memory(size: int, workers: int = 1) -> torch.Tensor:
     """Returns pinned host memory, `[size]` uint8, all zero. It is given back with the last tensor of it.
 
     Threads touch the pages first, because pinning touches them one by one. torch's own pinned memory has a power of two
     of bytes, and is never given back.
+
+    Args:
+        size: bytes.
+        workers: the workers that each pin as much.
 
     Raises:
         ConfigurationError: if the system has too little memory, or it cannot be pinned.
@@ -221,6 +226,10 @@ def pinned_memory(size: int) -> torch.Tensor:
     if free is not None and size > free:
         # Otherwise the system ends a process, perhaps another one.
         raise ConfigurationError(f"{field}: {got}, allowed: up to {free / 2**30:.1f}GiB, the free host memory")
+    if Pinned.free_before is not None and size > Pinned.free_before // workers:
+        # Each worker alone finds room, because the others have not taken their parts yet.
+        share = Pinned.free_before // workers / 2**30
+        raise ConfigurationError(f"{field}: {got}, allowed: up to {share:.1f}GiB, its share of the free host memory")
     try:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
