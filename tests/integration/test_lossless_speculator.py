@@ -223,6 +223,20 @@ def test_nothing_is_written_behind_the_longest_context(speculator):
     ]  # fmt: skip
 
 
+def test_nothing_is_written_behind_a_longest_context_that_vllm_has_lowered(config, monkeypatch):
+    """With `max_model_len` auto, vLLM lowers it to what fits in memory, after it has made the drafter."""
+    made, width = spec_decode.init_speculator(config, torch.device("cpu"), None), SHORTEST // BLOCK
+    monkeypatch.setattr(config.model_config, "max_model_len", width * BLOCK)
+    made.load_model(Formula())
+    tables = SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[torch.arange(4 * width).int().view(4, width)])
+    kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])])
+    made.set_attn(None, kv_cache_config, tables, None, [[Group()]])
+    made.rule = replace(made.rule, min_context_tokens=1)
+    made.graphs = Graphs()
+    propose(made, [width * BLOCK - 1, 50], [1, 1], [0, 0])
+    assert [[slot != PAD for slot in step.slots] for step in made.model.steps] == [[True, True]] + [[False, True]] * 2
+
+
 def test_another_draft_is_left_to_vllm(config, monkeypatch):
     assert model_runner.init_speculator is spec_decode.init_speculator
     monkeypatch.setattr(config.speculative_config, "model", "another")

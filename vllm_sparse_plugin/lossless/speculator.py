@@ -67,6 +67,8 @@ class SparseSpeculator(DraftModelSpeculator):
         self.kv_cache_config = kv_cache_config
         self.block_tables = block_tables
         self.target_attn_groups = target_attn_groups
+        # With `max_model_len` auto, vLLM has lowered it since it made the drafter.
+        self.max_model_len = self.vllm_config.model_config.max_model_len
         self.slots = torch.full(
             (len(block_tables.block_sizes), self.max_num_reqs), PAD_SLOT_ID, dtype=torch.int64, device=self.device
         )
