@@ -121,3 +121,4 @@ def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
         check_layers(vllm_config, BACKENDS)
         if vllm_config.speculative_config is not None and current_platform.is_cpu():
             compat.mend_rejection_sampling()
+            compat.mend_min_tokens()

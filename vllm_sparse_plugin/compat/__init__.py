@@ -25,6 +25,7 @@ from vllm_sparse_plugin.compat.runners import (
     hook_speculators,
     is_dummy_run,
     mend_kernel_overrides,
+    mend_min_tokens,
     mend_rejection_sampling,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "hook_speculators",
     "is_dummy_run",
     "mend_kernel_overrides",
+    "mend_min_tokens",
     "mend_rejection_sampling",
     "register_backend_names",
     "run_vllm_cli",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -176,6 +178,44 @@ def mend_rejection_sampling() -> None:
 
     setattr(apply_top_k_top_p, HOOKED, True)
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
+
+
+def mend_min_tokens() -> None:
+    """Lets vLLM's first model runner end an answer with the token after its drafts, once it has `min_tokens`.
+    Idempotent.
+
+    Reason: the sampler of that token counts the tokens without the drafts before it, which it follows only if they are
+    accepted. An answer that had reached `min_tokens` within its drafts could not end there.
+    Versions: 0.32, 0.33. Remove when `MinTokensLogitsProcessor` counts the drafts before such a token.
+    """
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+    from vllm.v1.sample.sampler import Sampler
+
+    apply: Any = Sampler.apply_logits_processors
+    if getattr(apply, HOOKED, False):
+        return
+
+    def behind(drafts: Sequence[Sequence[int]], processor: Any) -> Any:
+        if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
+            return processor
+        later = copy.copy(processor)
+        later.min_toks = {
+            request: (least - len(drafts[request]), *rest) for request, (least, *rest) in processor.min_toks.items()
+        }
+        # Forgets requests that have enough tokens.
+        later.update_state(None)
+        return later
+
+    @functools.wraps(apply)
+    def apply_logits_processors(sampler: Any, logits: torch.Tensor, metadata: Any, predict_bonus_token: bool) -> Any:
+        if predict_bonus_token and metadata.spec_token_ids:
+            processors = [behind(metadata.spec_token_ids, each) for each in metadata.logitsprocs.all]
+            metadata = replace(metadata, logitsprocs=LogitsProcessors(processors))
+        return apply(sampler, logits, metadata, predict_bonus_token)
+
+    setattr(apply_logits_processors, HOOKED, True)
+    setattr(Sampler, "apply_logits_processors", apply_logits_processors)  # noqa: B010
 
 
 def mend_kernel_overrides() -> None:
