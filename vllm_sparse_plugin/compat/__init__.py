@@ -25,6 +25,7 @@ from vllm_sparse_plugin.compat.runners import (
     hook_speculators,
     is_dummy_run,
     mend_kernel_overrides,
+    mend_logprobs_of_tokens,
     mend_min_tokens,
     mend_rejection_sampling,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "hook_speculators",
     "is_dummy_run",
     "mend_kernel_overrides",
+    "mend_logprobs_of_tokens",
     "mend_min_tokens",
     "mend_rejection_sampling",
     "register_backend_names",

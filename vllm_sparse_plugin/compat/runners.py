@@ -218,6 +218,45 @@ def mend_min_tokens() -> None:
     setattr(Sampler, "apply_logits_processors", apply_logits_processors)  # noqa: B010
 
 
+def mend_logprobs_of_tokens() -> None:
+    """Lets vLLM's first model runner return the log probabilities of `logprob_token_ids` in steps with drafts.
+    Idempotent.
+
+    Reason: the rejection sampler ignores these tokens, but its sampler of the token after a draft does not. Beside a
+    request with `logprobs` the shapes differed and the engine ended; otherwise such a request got no numbers.
+    Versions: 0.32. Remove when `RejectionSampler` returns the log probabilities of these tokens.
+    """
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    sample: Any = RejectionSampler.forward
+    if getattr(sample, HOOKED, False):
+        return
+
+    @functools.wraps(sample)
+    def forward(
+        sampler: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        asked = sampling_metadata.logprob_token_ids
+        if not asked:
+            return sample(sampler, metadata, draft_probs, logits, sampling_metadata)
+        wanted = max(sampling_metadata.max_num_logprobs or 0, *map(len, asked.values()))
+        every = replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=logits.shape[-1])
+        output = sample(sampler, metadata, draft_probs, logits, every)
+        found = output.logprobs_tensors
+        by_token = found.logprobs[:, 1:].scatter(1, found.logprob_token_ids[:, 1:].long(), found.logprobs[:, 1:])
+        numbers, tokens = found.logprobs[:, : 1 + wanted].clone(), found.logprob_token_ids[:, : 1 + wanted].clone()
+        places = output.sampled_token_ids.shape[1]
+        for request, given in asked.items():
+            rows = slice(request * places, (request + 1) * places)
+            numbers[rows, 1 : 1 + len(given)] = by_token[rows, given]
+            tokens[rows, 1 : 1 + len(given)] = tokens.new_tensor(given)
+        output.logprobs_tensors = found._replace(logprobs=numbers, logprob_token_ids=tokens)
+        return output
+
+    setattr(forward, HOOKED, True)
+    setattr(RejectionSampler, "forward", forward)  # noqa: B010
+
+
 def mend_kernel_overrides() -> None:
     """Lets vLLM's CPU platform start an engine in a process that has loaded Numba, as a second engine does. Idempotent.
 
