@@ -219,6 +219,21 @@ def test_speculative_rows_are_causal(model):
         request.keys, request.values = request.keys[:-2], request.values[:-2]
 
 
+def test_drafts_do_not_shorten_the_contexts_that_attend_densely(model):
+    """Two of four tokens of a step have a context below the shortest one that attends sparsely."""
+    harness = LayerHarness(model, settings={**SMALL, "min_context_tokens": 100})
+    harness.builder.reorder_batch_threshold = 4
+    crossing, beyond = harness.request(97), harness.request(150)
+    harness.step([(crossing, 97), (beyond, 150)])
+    outputs = harness.step([(crossing, 4), (beyond, 2)])
+    for token, output in enumerate(outputs[0][:2]):
+        assert (output.double() - harness.dense(crossing, token)).abs().max() < DENSE_TOLERANCE
+    for token in (2, 3):
+        exact = expected_sparse(harness, crossing, token)
+        assert_as_accurate(outputs[0][token], exact, expected_sparse(harness, crossing, token, torch.float32))
+    assert_sparse(harness, beyond, outputs[1])
+
+
 def test_sliding_window_layers_stay_dense_within_their_window(model):
     harness = LayerHarness(model, settings=SMALL, per_layer_sliding_window=48)
     request = harness.request(200)

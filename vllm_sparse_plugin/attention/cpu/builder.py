@@ -132,13 +132,18 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         decoding = self._sparse_requests(common, query_lens, limits)
         prefilling = self._sparse_prompts(common, query_lens)
         decoding &= selects
+        # How many leading tokens of a sparse request attend densely: drafts after them lengthen only later contexts.
+        short = torch.zeros_like(query_lens)
         if decoding.any():
             tokens = decoding[request_of_token].nonzero().squeeze(1)
             request = request_of_token[tokens]
             from_end = common.query_start_loc[1:][request] - 1 - tokens
             context_lens = (common.seq_lens[request] - from_end).long()
-            block_table = common.block_table_tensor[request].long()
+            sparse = self._reads_less(context_lens, None if limits is None else limits[request])
+            short += torch.bincount(request[~sparse], minlength=len(short))
+            tokens, request, context_lens = tokens[sparse], request[sparse], context_lens[sparse]
             limits_of_tokens = None if limits is None else limits[request]
+            block_table = common.block_table_tensor[request].long()
             metadata.decode = DecodeTokens(tokens, block_table, context_lens, limits_of_tokens)
             if self.meter.sample is not None:
                 with dropping(UNMEASURED):
@@ -147,20 +152,22 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(subset(common, prefilling, query_lens, tokens)))
         for decodes, prefills in self.attends_sparsely:
-            sparsely = torch.zeros_like(decoding)
+            dense_lens, sparsely = query_lens, torch.zeros_like(decoding)
             if decodes:
                 sparsely |= decoding
+                dense_lens = torch.where(decoding, short, dense_lens)
             if prefills:
                 sparsely |= prefilling
+                dense_lens = dense_lens.masked_fill(prefilling, 0)
             if not sparsely.any():
                 continue
-            metadata.rest[decodes, prefills] = self._rest(common_prefix_len, common, fast_build, ~sparsely)
+            metadata.rest[decodes, prefills] = self._rest(common_prefix_len, common, fast_build, dense_lens)
         if self.window is not None:
             rolling = (query_lens > 0) & self.window.leaves_out(common.seq_lens - 1)
             if rolling.any():
                 tokens = rolling[request_of_token].nonzero().squeeze(1)
                 prompts = prompts_of(subset(common, rolling, query_lens, tokens))
-                rest = self._rest(common_prefix_len, common, fast_build, ~rolling)
+                rest = self._rest(common_prefix_len, common, fast_build, query_lens.masked_fill(rolling, 0))
                 metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
 
@@ -195,14 +202,16 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             decode.sampled = sample._replace(token=token)
 
     def _rest(
-        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, requests: torch.Tensor
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, dense_lens: torch.Tensor
     ) -> DenseTokens | None:
-        """Returns tokens and metadata of dense requests, `[num_reqs]` bool; None if they have no tokens."""
-        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        tokens = requests[torch.repeat_interleave(query_lens)].nonzero().squeeze(1)
+        """Returns tokens and metadata of the leading `dense_lens` tokens of each request, `[num_reqs]` integer; None if
+        there are none."""
+        request = torch.repeat_interleave(common.query_start_loc[1:] - common.query_start_loc[:-1])
+        position = torch.arange(len(request)) - common.query_start_loc[request]
+        tokens = (position < dense_lens[request]).nonzero().squeeze(1)
         if not len(tokens):
             return None
-        rest = subset(common, requests, query_lens, tokens)
+        rest = subset(common, dense_lens > 0, dense_lens, tokens)
         return DenseTokens(tokens, super().build(common_prefix_len, rest, fast_build))
 
     def _round(self, common: CommonAttentionMetadata) -> PromptRound:
@@ -241,11 +250,16 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self.sparse.is_sparse:
             return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        if not self.routes and self.sparse.selector is not None:
-            budget = self.sparse.selector.budget_pages
-            sparse &= common.seq_lens // self.page_size > (budget if limits is None else limits.least)
-        if limits is not None:
-            sparse &= limits.least < EVERY_PAGE
-        sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
+        sparse &= self._reads_less(common.seq_lens, limits)
         in_prompt = rows.prompts_of(self.rows, common)
         return sparse if in_prompt is None else sparse & ~in_prompt
+
+    def _reads_less(self, context_lens: torch.Tensor, limits: Limits | None) -> torch.Tensor:
+        """Returns which contexts are routed or above their budget, `[n]` bool; `limits` are theirs."""
+        sparse = context_lens >= self.sparse.config.min_context_tokens
+        if not self.routes and self.sparse.selector is not None:
+            budget = self.sparse.selector.budget_pages
+            sparse &= context_lens // self.page_size > (budget if limits is None else limits.least)
+        if limits is not None:
+            sparse &= limits.least < EVERY_PAGE
+        return sparse

@@ -116,11 +116,18 @@ def prompts_of(common: CommonAttentionMetadata) -> Prompts:
 def subset(
     common: CommonAttentionMetadata, requests: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """Returns the batch of some of the requests, with all of their tokens."""
-    lens = query_lens[requests]
+    """Returns the batch of the leading tokens of some requests.
+
+    Args:
+        common: the whole batch.
+        requests: `[num_reqs]` bool.
+        query_lens: `[num_reqs]` integer, tokens of each request; a context ends at the last of them.
+        tokens: `[num_tokens]` int64, these tokens in the batch.
+    """
+    lens, every = query_lens[requests], common.query_start_loc[1:] - common.query_start_loc[:-1]
     start = torch.zeros(len(lens) + 1, dtype=common.query_start_loc.dtype)
     torch.cumsum(lens, 0, out=start[1:])
-    seq_lens = common.seq_lens[requests]
+    seq_lens = common.seq_lens[requests] - (every[requests] - lens)
     return common.replace(
         query_start_loc=start,
         query_start_loc_cpu=start,
