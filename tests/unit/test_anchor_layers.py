@@ -14,9 +14,9 @@ def layers(*indices: int, heads: int = 8) -> dict[str, SimpleNamespace]:
     return {f"model.layers.{index}.attn": SimpleNamespace(num_kv_heads=heads) for index in indices}
 
 
-def anchors(found: dict[str, SimpleNamespace], anchor_layers: int | tuple[int, ...]) -> dict[int, int]:
+def anchors(found: dict[str, SimpleNamespace], anchor_layers: int | tuple[int, ...], everywhere=None) -> dict[int, int]:
     """The anchor of each layer that has one, by index."""
-    of = anchors_of(found, anchor_layers)
+    of = anchors_of(found, anchor_layers, everywhere or found)
     return {int(name.split(".")[2]): int(anchor.split(".")[2]) for name, anchor in of.items()}
 
 
@@ -76,8 +76,9 @@ def config(anchor_layers, anchor_heads) -> ResolvedConfig:
     return resolve({"selection": {"anchor_layers": anchor_layers, "anchor_heads": anchor_heads}}, "unique")
 
 
-def heads(found, settings: ResolvedConfig, first: int = 0) -> dict[int, list[int]]:
-    of = heads_of_anchors(anchors_of(found, settings.anchor_layers), found, settings, first, torch.device("cpu"))
+def heads(found, settings: ResolvedConfig, first: int = 0, everywhere=None) -> dict[int, list[int]]:
+    of_layers = anchors_of(found, settings.anchor_layers, everywhere or found)
+    of = heads_of_anchors(of_layers, found, settings, first, torch.device("cpu"))
     return {int(name.split(".")[2]): chosen.tolist() for name, chosen in of.items()}
 
 
@@ -101,6 +102,17 @@ def test_layers_behind_an_anchor_that_is_not_listed_read_the_same_heads():
     """The first layer of a pipeline stage chooses, though its heads were paired with those of another anchor."""
     settings = config([0, 6], [[], [1, 0], [1, 0], [1, 0], [1, 0], [1, 0], [], [1, 0]])
     assert heads(layers(3, 4, 5, 6, 7, heads=2), settings) == {7: [1, 0]}
+
+
+def test_layers_whose_anchor_has_another_block_table_choose():
+    """vLLM divides layers of one kind among several block tables, each with its own metadata."""
+    settings = config([0, 3], [[], [1, 0], [1, 0], [], [0, 0], [1, 1], [0, 0]])
+    model = layers(*range(7), heads=2)
+    even = {name: layer for place, (name, layer) in enumerate(model.items()) if place % 2 == 0}
+    odd = {name: layer for place, (name, layer) in enumerate(model.items()) if place % 2}
+    assert anchors(even, (0, 3), model) == {2: 0}
+    assert heads(even, settings, everywhere=model) == {2: [1, 0]}
+    assert heads(odd, settings, everywhere=model) == {5: [1, 1]}
 
 
 @pytest.mark.parametrize("value", [1, [], "a", [0], [[-1]], [["a"]], [[True]], [[1024]], {}])

@@ -13,16 +13,27 @@ from vllm_sparse_plugin.config.anchors import anchors_of_layers
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
-def anchors_of(selecting: Mapping[str, Attention], anchor_layers: int | tuple[int, ...]) -> dict[str, str]:
+def anchors_of(
+    selecting: Mapping[str, Attention],
+    anchor_layers: int | tuple[int, ...],
+    everywhere: Mapping[str, Attention],
+) -> dict[str, str]:
     """Returns the anchor of each layer that reads the pages of another layer, see `anchors_of_layers`.
+
+    A layer whose listed anchor has another metadata builder chooses its own pages.
 
     Args:
         selecting: the layers that select pages and share a metadata builder.
         anchor_layers: see `ScoredSelection.anchor_layers`.
+        everywhere: all layers of this worker that select pages.
     """
-    ordered = sorted(selecting, key=extract_layer_index)
-    layers = ((name, extract_layer_index(name), selecting[name].num_kv_heads) for name in ordered)
-    return anchors_of_layers(layers, anchor_layers)
+    # A number counts the layers of one builder, which may read each other's pages.
+    layers = selecting if isinstance(anchor_layers, int) else everywhere
+    ordered = sorted(layers, key=extract_layer_index)
+    found = anchors_of_layers(
+        ((name, extract_layer_index(name), layers[name].num_kv_heads) for name in ordered), anchor_layers
+    )
+    return {name: anchor for name, anchor in found.items() if name in selecting and anchor in selecting}
 
 
 def heads_of_anchors(

@@ -185,7 +185,7 @@ def plan_layers(
     prefill, densities = _prefill_of(of_model, sparse, vllm_config, device)
     selecting = {name: layer for name, layer in of_model.items() if selects_pages(layer, sparse)}
     expect_selecting(of_model, selecting, sparse.anchor_layers)
-    anchors = anchors_of(selecting, sparse.anchor_layers)
+    anchors = anchors_of(selecting, sparse.anchor_layers, _selecting_everywhere(selecting, sparse, vllm_config))
     heads = heads_of_anchors(anchors, selecting, sparse, first_kv_head(vllm_config) if anchors else 0, device)
     choosing = {name: layer for name, layer in selecting.items() if name not in anchors}
     reads = _counts_of_reads(choosing, sparse, vllm_config, device)
@@ -258,6 +258,23 @@ def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
     if sparse.selector is None or not attends_whole_context(layer):
         return False
     return _owner_index(layer) >= sparse.config.first_dense_layers
+
+
+def _selecting_everywhere(
+    selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig
+) -> dict[str, Attention]:
+    """Returns all layers of the model that select pages in this worker. Layers with another window, cache or block
+    table than `selecting` have another builder."""
+    if not selecting:
+        return {}
+    backend = next(iter(selecting.values())).attn_backend
+    layers: dict[str, Attention] = get_layers_from_vllm_config(vllm_config, Attention)
+    served = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
+    return {
+        name: layer
+        for name, layer in served.items()
+        if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
+    }
 
 
 def _owner_index(layer: Attention) -> int:
@@ -339,15 +356,8 @@ def _quality_of(
     """Returns the measurement of each layer by name, and the counts of its results."""
     if not selecting or not sampled_steps(sparse):
         return {}, None
-    # Layers with another window or cache have another builder. A step measures about `_LAYERS_MEASURED` of them all.
-    backend = next(iter(selecting.values())).attn_backend
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
-    served = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
-    everywhere = sorted(
-        extract_layer_index(name)
-        for name, layer in served.items()
-        if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
-    )
+    # A step measures about `_LAYERS_MEASURED` of all layers.
+    everywhere = sorted(map(extract_layer_index, _selecting_everywhere(selecting, sparse, vllm_config)))
     stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)
     numbered = numbered_heads(selecting, vllm_config)
     estimates = statistics is not None and statistics.kind.codes is not None
