@@ -150,3 +150,15 @@ def test_mismatched_shapes_are_refused():
     other = make_batch([64], 2, 64, page_size=16)
     with pytest.raises(ValueError, match="values: got pages of 16 tokens"):
         attend_pages(tokens, replace(batch.cache, values=other.paged_values), pages, softmax)
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS, ids=["compiled", "reference"])
+def test_a_row_that_reads_nothing_has_a_zero_output(attend):
+    """Like a decode step on a GPU. A policy that chooses pages in torch may choose none."""
+    batch = make_batch([64, 72, 70], 2, 64)
+    pages = torch.full((3, 2, 4), -1)
+    pages[1, 0, 0] = 3
+    query = torch.randn(3, 2, 4, 64).bfloat16()
+    output = attend(batch.tokens(query), batch.cache, pages, Softmax(0.125)).unflatten(1, (2, 4))
+    assert output.isfinite().all()
+    assert (output.flatten(2) == 0).all(dim=2).tolist() == [[True, True], [False, True], [False, False]]

@@ -22,7 +22,8 @@ def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softm
         softmax: how logits become weights.
 
     Returns:
-        `[num_tokens, num_query_heads, head_size]` in the query's dtype. All arithmetic is in float32.
+        `[num_tokens, num_query_heads, head_size]` in the query's dtype; zero where a row reads nothing. All arithmetic
+        is in float32.
 
     Raises:
         ValueError: if the shapes disagree.

@@ -91,7 +91,8 @@ def _kernel(
                 for i in range(num_read):
                     logits[g, i] = exp(logits[g, i] - largest)
                     total += logits[g, i]
-                inverse[g] = np.float32(1) / total
+                # A NaN is not 0, and must reach the output.
+                inverse[g] = np.float32(1) / total if total != 0 else np.float32(0)
                 logits[g, num_read:] = 0
             accumulated = np.zeros((group_size, head_size), np.float32)
             by_token = np.zeros((chunk_tokens, head_size), np.float32)

@@ -59,6 +59,8 @@ def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softm
         sink = softmax.sink_logits.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights = logits.softmax(dim=-1)[..., : values.shape[1]]
+    # A row that reads nothing has no weights.
+    weights = weights.masked_fill((logits == -torch.inf).all(dim=-1, keepdim=True), 0.0)
     output = torch.bmm(weights, values)
     if cache.value_scale is not None:
         output = output * cache.value_scale
