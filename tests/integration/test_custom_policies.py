@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -91,6 +92,32 @@ def test_a_decode_step_reads_what_the_policy_of_the_page_selects(model, device, 
             visible,
         )
         torch.testing.assert_close(output[0].double(), expected, atol=1e-2, rtol=2e-2)
+
+
+class BeyondSelection(Selection):
+    """Names pages that are not complete, too."""
+
+    policy: Literal["beyond"] = "beyond"
+
+    def select(self, query, statistics, block_table, num_pages, budgets=None):
+        offsets = torch.arange(self.budget_pages, device=query.device) - self.budget_pages // 2
+        return (num_pages[:, None] + offsets)[:, None].expand(-1, query.shape[1], -1)
+
+
+def test_pages_that_are_not_complete_stand_for_no_page(model, device):
+    policy = BeyondSelection(budget_tokens=64)
+    harness = LayerHarness(model, settings=SETTINGS, device=device)
+    impl = harness.layer.impl
+    impl.bind(replace(impl.plan, selector=policy))
+    request = harness.request(300)
+    harness.step([(request, 300)])
+    (output,) = harness.step([(request, 1)])
+    context, pages = 301, 301 // 8
+    visible = torch.zeros(harness.num_kv_heads, context, dtype=torch.bool)
+    visible[:, (pages - 4) * 8 :] = True
+    query = request.fresh[-1].unflatten(0, (harness.num_kv_heads, -1))
+    expected = dense_attention(query, request.keys, request.values, impl.scale, visible)
+    torch.testing.assert_close(output[0].double(), expected, atol=1e-2, rtol=2e-2)
 
 
 def test_a_policy_with_a_kernel_describes_its_own_select():

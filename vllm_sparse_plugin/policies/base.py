@@ -126,8 +126,8 @@ class Selection(Policy):
                 budget. Always None on a GPU and for policies without a kernel.
 
         Returns:
-            `[num_tokens, num_kv_heads, k]` integer, logical page indices in any order, -1 for none. Without `budgets`
-            k is the same in every step.
+            `[num_tokens, num_kv_heads, k]` integer, logical page indices in any order. -1 stands for none, and
+            so does a number that is not a complete page. Without `budgets` k is the same in every step.
         """
         raise NotImplementedError
 
@@ -145,6 +145,7 @@ class Selection(Policy):
         import torch
 
         pages = self.select(query, statistics, block_table, num_pages)
+        pages = pages.where(pages < num_pages[:, None, None], -1)
         newest = pages.sort(dim=-1, descending=True).values
         count = (newest >= 0).sum(dim=-1, keepdim=True)
         num_sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)

@@ -221,7 +221,11 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return pages, count_reads(counts, tokens.context_lens, cache.page_size, cache.page_size)
         if plan.stop_rule is None:
             budgets = None if limits is None else limits.most
-            return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
+            pages = plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets)
+            if plan.selects_in_torch:
+                # The kernel does not check pages. Beyond the context are blocks of others.
+                pages = pages.where(pages < num_pages[:, None, None], -1)
+            return pages, None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
     def _measure(
