@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.common.options import size_text
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_rows, read_run
 from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
@@ -58,8 +59,8 @@ def gate_files() -> list[Path]:
 
 
 def gates() -> Block:
-    """The weight that quarters find on held-out texts, and what each gate finds more."""
-    lines, pages, files = [], list[int](), gate_files()
+    """The weight that quarters find on held-out texts, what each gate finds more, and how many texts were read."""
+    lines, pages, files, read = [], list[int](), gate_files(), list[str]()
     for path in files:
         run = read_run(path)
         found: dict[tuple[str, int], dict[str, list[float]]] = {}
@@ -79,9 +80,12 @@ def gates() -> Block:
                 shown = [_more([own[text] - flat[text] for text in flat]) for own, flat in pairs]
             title = {_FLAT: "`quarters`", _ORACLE: "true weight (a bound)"}.get(name, f"`{name}`, minus `quarters`")
             lines.append([run.about["model"], title, str(size), *shown])
+        kinds = Counter(document.rpartition("-")[0] for document in masses[_FLAT, pages[0]])
+        read.append(f"{run.about['model']} read {', '.join(f'{count} of {kind}' for kind, count in kinds.items())}")
     if not lines:
         return Block(_NOTHING)
-    return Block(table(["model", "pages by", "bytes", *(f"{count} pages" for count in pages)], lines), files)
+    found_more = table(["model", "pages by", "bytes", *(f"{count} pages" for count in pages)], lines)
+    return Block("\n\n".join([found_more, wrap(f"Held-out texts and questions: {'; '.join(read)}.", "")]), files)
 
 
 def _shares(rows: Iterable[Row]) -> dict[int, str]:

@@ -154,7 +154,7 @@ def distill(
             if step % _STEPS_OF_A_ROW == 0 or step == steps:
                 file.write({"step": step, "divergence": losses, "seconds": round(time.monotonic() - begin, 2)})
             _end_after(end)
-        for text in texts:
+        for text in by_turns(texts):
             about = {"document": text.document, "context_tokens": len(text.tokens), "queries": text.queries}
             for index, layer in capture(weights, text.tokens, text.queries).items():
                 kinds = {name: STATISTICS[name] for name in BESIDE} | training.statistics(index)
@@ -168,6 +168,18 @@ def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
     """Return some of the items, spread evenly over their kinds, which lie one after the other."""
     count = min(count, len(items))
     return [items[place * len(items) // count] for place in range(count)]
+
+
+def by_turns(texts: Sequence[Text]) -> list[Text]:
+    """Return the texts so that their kinds, the beginnings of their documents, take turns. A run that is out of time
+    has then read some of each."""
+    turns: dict[str, int] = {}
+    turn = []
+    for text in texts:
+        kind = text.document.rpartition("-")[0]
+        turn.append(turns.setdefault(kind, 0))
+        turns[kind] += 1
+    return [text for _, text in sorted(zip(turn, texts, strict=True), key=lambda each: each[0])]
 
 
 def _end_after(end: float) -> None:

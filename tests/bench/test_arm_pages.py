@@ -154,4 +154,7 @@ def test_gates_are_compared_by_document(tmp_path, monkeypatch):
         f"| {ABOUT['model']} | `quarters` | 128 | 0.600 |",
         f"| {ABOUT['model']} | true weight (a bound) | 128 | 0.850 |",
         f"| {ABOUT['model']} | `gate64`, minus `quarters` | 128 | +0.100 [+0.100, +0.100] |",
+        "",
+        # A run that is out of time has read fewer texts than it was asked for.
+        f"Held-out texts and questions: {ABOUT['model']} read 2 of code.",
     ]

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from bench.common.results import read_run
 from research.real.model import Llama
-from research.selection.__main__ import app
+from research.selection.__main__ import app, by_turns
 from research.selection.gates import FORMS, Distillation, Form, Gate, capture, divergence, rounded, turn_of
 from research.selection.report import table
 from research.selection.statistics import Pages
+from research.selection.texts import Text as SelectionText
 from research.training.data import Data, Question, Text, write_data
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
 from vllm_sparse_plugin.tools.training.data import Row
@@ -114,6 +115,12 @@ def test_gates_learn_what_a_text_reads(model):
     for name in FORMS:
         assert losses[-1][name] < 0.9 * losses[0][name]
     assert set(training.statistics(1)) == set(FORMS)
+
+
+def test_kinds_of_documents_take_turns():
+    texts = [SelectionText(f"{kind}-{place}", [], 1) for kind in ("code", "prose", "vt") for place in range(3)]
+    found = [text.document for text in by_turns(texts)]
+    assert found == [f"{kind}-{place}" for place in range(3) for kind in ("code", "prose", "vt")]
 
 
 def test_a_run_measures_gates_beside_statistics(folder, tmp_path):
