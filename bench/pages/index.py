@@ -17,7 +17,7 @@ _ABOUT = """\
 All numbers in the pages come from these files, `MACHINE/STUDY/NAME.jsonl`.
 The first line of a file describes the run: command, commit, versions, hardware (`head -1 FILE`).
 Each other line is one measurement. Options and modules may have other names today than in a recorded command.
-Machines: `cpu-2core` has two cores of a server processor, `h100` and `h200` have one or two NVIDIA H100 or H200.
+Machines: `cpu-2core` has two cores of a server processor, `h100` and `h200` have one to four NVIDIA H100 or H200.
 A `+` after a commit means that the checkout had uncommitted changes.
 """
 _COMMIT_CHARACTERS = 7

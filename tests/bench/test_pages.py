@@ -99,6 +99,9 @@ def test_a_source_names_each_study_once_and_the_dates_of_each_machine(results):
     [
         ("2 x NVIDIA H200", "bench.serving decode", {}, "one NVIDIA H200"),
         ("NVIDIA H200", "bench.deployments run", {}, "one NVIDIA H200"),
+        ("2 x NVIDIA H200", "bench.robustness families --jobs 4", {}, "2 x NVIDIA H200"),
+        ("2 x NVIDIA H200", "bench.robustness deployments", {}, "2 x NVIDIA H200"),
+        ("4 x NVIDIA H200", "bench.robustness storm --backend dense", {}, "one NVIDIA H200"),
         ("2 x NVIDIA H200", "bench.deployments run", {}, "2 x NVIDIA H200"),
         ("2 x NVIDIA H200", "bench.training steps", {"processes": 2}, "2 x NVIDIA H200"),
         ("2 x NVIDIA H200", "bench.training steps", {"processes": 1}, "one NVIDIA H200"),
