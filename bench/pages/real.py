@@ -235,7 +235,9 @@ def routing() -> Block:
     kept = {name: kept_by_share(arm) for arm, name in ROUTES.items()}
     shares = kept[next(iter(kept))]
     lines = [[name, *map(_interval, found.values())] for name, found in kept.items()]
-    return Block(table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines), [ROUTING])
+    count = max(each.count for found in kept.values() for each in found.values())
+    shown = table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines)
+    return Block(f"{shown}\n\n{count} texts.", [ROUTING])
 
 
 def kept_by_share(arm: str) -> dict[float, Estimate]:

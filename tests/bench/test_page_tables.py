@@ -392,6 +392,8 @@ def test_a_text_whose_noise_is_missing_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "ROUTING", path)
     assert real.adaptive_share("zero_0.95", "fixed") == pytest.approx(0.75)
     assert real.kept_by_share("zero_0.95")[0.1].value == pytest.approx(0.75)
+    monkeypatch.setattr(real, "ROUTES", {"zero_0.95": "a rule"})
+    assert real.routing().text.splitlines()[-1] == "1 texts."
 
 
 def test_ruler_shows_the_tasks_that_dense_attention_answers_and_the_mean_of_all(tmp_path, monkeypatch):
