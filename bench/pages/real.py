@@ -379,18 +379,30 @@ def ruler() -> Block:
 
 
 def ruler_policies() -> Block:
-    """The mean RULER score of each backend, answered by vLLM. If files repeat a row, the first one counts."""
+    """The mean RULER score of each backend, answered by vLLM, of the questions of a context that all have answered.
+
+    If files repeat a row, the first one counts. A run that is out of time has answered the first tasks alone.
+    """
     files = sorted(RULER.parent.glob(f"{RULER.stem}*.jsonl"))
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[int, str], dict[str, float]] = {}
     for row in read_rows(files):
-        found.setdefault((row["setting"], row["id"]), row)
-    rows, lines = list(found.values()), []
-    contexts = sorted({row["context_tokens"] for row in rows})
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        means = (ruler_score(rows, setting, context) for context in contexts)
-        cells = (f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
+        found.setdefault((row["context_tokens"], row["setting"]), {}).setdefault(row["id"], row["score"])
+    contexts, settings = sorted({context for context, _ in found}), list(dict.fromkeys(name for _, name in found))
+    headings, columns = [], []
+    for context in contexts:
+        of_setting = {name: found[context, name] for name in settings if (context, name) in found}
+        asked = set[str]().union(*of_setting.values())
+        first, *others = of_setting.values()
+        shared = [question for question in first if all(question in scores for scores in others)]
+        some = "" if len(shared) == len(asked) else f" ({len(shared)} of {len(asked)} questions)"
+        headings.append(f"{context:,}{some}")
+        columns.append({name: [scores[each] for each in shared] for name, scores in of_setting.items()})
+    lines = []
+    for setting in settings:
+        means = (estimate_mean(column[setting]) if column.get(setting) else None for column in columns)
+        cells = ("" if mean is None else f"{mean.value:.2f} [{mean.low:.2f}, {mean.high:.2f}]" for mean in means)
         lines.append([*_named(setting), *cells])
-    return Block(table(["backend", "tokens", *(f"{context:,}" for context in contexts)], lines), files)
+    return Block(table(["backend", "tokens", *headings], lines), files)
 
 
 class Arm(NamedTuple):

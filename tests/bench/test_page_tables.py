@@ -426,6 +426,19 @@ def test_ruler_scores_of_several_files_are_one_table(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_ruler_scores_of_a_column_are_those_of_the_same_questions(tmp_path, monkeypatch):
+    # The time of `quest` was up after the task that dense attention answers.
+    scores = {("dense", "easy"): 1.0, ("dense", "hard"): 0.0, ("quest", "easy"): 0.5}
+    rows = (
+        {"setting": setting, "id": task, "task": task, "context_tokens": 4096, "score": score}
+        for (setting, task), score in scores.items()
+    )
+    monkeypatch.setattr(real, "RULER", write_run(tmp_path / "ruler.jsonl", *rows))
+    lines = [line.partition(" [")[0] for line in real.ruler_policies().text.splitlines()]
+    assert lines[0] == "| backend | tokens | 4,096 (1 of 2 questions) |"
+    assert lines[2:] == ["| `dense` | all | 1.00", "| `quest` | preset | 0.50"]
+
+
 def test_results_of_two_models_do_not_become_one_table(tmp_path, monkeypatch):
     row = {"setting": "dense", "id": "a", "task": "easy", "context_tokens": 4096, "score": 1.0}
     monkeypatch.setattr(real, "RULER", write_run(tmp_path / "ruler.jsonl", row, model="one"))
