@@ -460,7 +460,7 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
     rows = {path: _rows(path) for path in (ART_ANSWERS, ART_TEXTS)}
     arms = dict.fromkeys(filter(is_shown, (Arm.of(row["setting"]) for path in rows for row in rows[path])))
     caches = dict.fromkeys(arm[:2] for arm in arms)
-    lines, asked = [], len(_of_arm(rows[ART_ANSWERS], Arm(DENSE)))
+    lines, (asked, read) = [], (len(_of_arm(of_file, Arm(DENSE))) for of_file in rows.values())
     for arm in (arm for cache in caches for arm in arms if arm[:2] == cache):
         answers, texts = (_of_arm(of_file, arm) for of_file in rows.values())
         shares = (
@@ -471,13 +471,18 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
             cells = [f"score {_mean(row['score'] for row in answers):.3f}", f"noise {noise:.1%}"]
         else:
             cells = [
-                _interval(art_answered(arm)) if 3 * len(answers) >= asked else "",
-                _percent(_art_changed(rows[ART_TEXTS], arm)) if texts else "",
+                _interval(art_answered(arm)) + _counted(answers, asked) if 3 * len(answers) >= asked else "",
+                _percent(_art_changed(rows[ART_TEXTS], arm)) + _counted(texts, read) if texts else "",
             ]
         lines.append([arm.name, *shares, *cells])
     model = str(model_of([*rows]))
     headings = [model, "keys kept", "keys read", "answers over dense", "next tokens changed"]
     return Block(table(headings, lines), [*rows])
+
+
+def _counted(rows: Sequence[Row], all_rows: int) -> str:
+    """The number of rows of a run that was out of time. Such a run has the first tasks or texts alone."""
+    return "" if len(rows) == all_rows else f", {len(rows)} of {all_rows}"
 
 
 def art_answered(arm: Arm) -> Estimate:

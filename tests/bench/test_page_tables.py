@@ -482,12 +482,24 @@ def test_art_is_a_row_for_each_cache_order_and_tolerance(tmp_path, monkeypatch):
         ["`snapkv`", "25.0%", "25.0%", "0.50", "48.0%"],
         ["and `art`", "25.0%", "20.0%", "0.50", "48.0%"],
         ["and `art`, by votes", "25.0%", "12.5%", "0.25", "72.0%"],
-        ["`pyramidkv`", "50.0%", "50.0%", "", "0.0%"],
+        ["`pyramidkv`", "50.0%", "50.0%", "", "0.0%, 1 of 2"],
     ]
     assert block.sources == [tmp_path / "answers.jsonl", tmp_path / "texts.jsonl"]
     in_short = block.text.splitlines()
     in_short.remove(next(line for line in in_short if line.startswith("| and `art` |")))
     assert real.art().text.splitlines() == in_short
+
+
+def test_art_counts_questions_and_texts_of_a_run_that_was_out_of_time(tmp_path, monkeypatch):
+    answers, texts = (
+        [row for row in rows if row["setting"] != "art" or row["id"] == "a"]
+        for rows in (_art_rows("score", "dense", 0.5), _art_rows("agreement", "dense-again", 0.96))
+    )
+    monkeypatch.setattr(real, "ART_ANSWERS", write_run(tmp_path / "answers.jsonl", *answers))
+    monkeypatch.setattr(real, "ART_TEXTS", write_run(tmp_path / "texts.jsonl", *texts))
+    whole, line, *_ = real.art_in_full().text.splitlines()[2:]
+    assert " of " not in whole
+    assert [re.sub(r" \[.*\]", "", cell) for cell in line.split(" | ")[-2:]] == ["1.00, 1 of 2", "0.0%, 1 of 2 |"]
 
 
 @pytest.fixture
