@@ -28,13 +28,46 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(windowed: Path) -> torch.Tensor:
+def chunked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two layers of chunks and two that attend to everything."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(1)
+    config = Llama4TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, attention_chunk_size=WINDOW,
+        num_local_experts=1, initializer_range=0.3, no_rope_layers=[1, 0] * 2,
+        layer_types=["chunked_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "chunked"
+    Llama4ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def logits_of(folder: Path) -> torch.Tensor:
     """Logits of plain attention: `[num_tokens, vocabulary]`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(windowed, dtype=torch.bfloat16, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.no_grad():
         return model.eval()(torch.tensor([TOKENS])).logits[0].float()
+
+
+@pytest.fixture(scope="module")
+def plain(windowed: Path) -> torch.Tensor:
+    return logits_of(windowed)
+
+
+def expect_one_pass(folder: Path, plain: torch.Tensor, read: int) -> None:
+    """Expects of decoding after a prompt what one pass over everything predicts."""
+    model = CapturingModel(folder, "cpu")
+    cache = model.prefill(TOKENS[:read])
+    once, again = (model.decode(cache, TOKENS[read:]) for _ in range(2))
+    # The cache is as before.
+    assert once.predictions == again.predictions
+    chosen = plain[read:].gather(1, torch.tensor(once.predictions)[:, None])[:, 0]
+    # Of two tokens that are nearly equally likely, either may come first.
+    assert (plain[read:].max(dim=-1).values - chosen).max() <= 0.05 * plain.abs().max()
 
 
 def test_layers_of_a_window_attend_to_it_alone(windowed: Path, plain: torch.Tensor) -> None:
@@ -47,11 +80,11 @@ def test_layers_of_a_window_attend_to_it_alone(windowed: Path, plain: torch.Tens
 
 @pytest.mark.parametrize("read", [WINDOW - 4, WINDOW - 1, WINDOW, WINDOW + 1, 90])
 def test_decoding_after_any_prompt_is_one_pass_over_everything(windowed: Path, plain: torch.Tensor, read: int) -> None:
-    model = CapturingModel(windowed, "cpu")
-    cache = model.prefill(TOKENS[:read])
-    once, again = (model.decode(cache, TOKENS[read:]) for _ in range(2))
-    # The cache is as before.
-    assert once.predictions == again.predictions
-    chosen = plain[read:].gather(1, torch.tensor(once.predictions)[:, None])[:, 0]
-    # Of two tokens that are nearly equally likely, either may come first.
-    assert (plain[read:].max(dim=-1).values - chosen).max() <= 0.05 * plain.abs().max()
+    expect_one_pass(windowed, plain, read)
+
+
+@pytest.mark.parametrize("read", [WINDOW - 4, WINDOW, 2 * WINDOW + 5])
+def test_layers_of_chunks_attend_to_their_chunk_alone(chunked: Path, read: int) -> None:
+    expect_one_pass(chunked, logits_of(chunked), read)
+    layers = CapturingModel(chunked, "cpu").run(TOKENS, 8)
+    assert [layer is None for layer in layers] == [True, False] * 2

@@ -181,6 +181,15 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
     return model
 
 
+def attends_in_chunks(module: Any) -> bool:
+    """Return whether a transformers attention module sees the current chunk of its context only, as in Llama 4.
+
+    Unlike a sliding window, transformers does not name it to the attention function.
+    """
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    return bool(kinds) and kinds[module.layer_idx] == "chunked_attention"
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide the progress bars and warnings of transformers until the end of the block."""

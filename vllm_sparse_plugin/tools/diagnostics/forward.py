@@ -24,7 +24,7 @@ from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.quality import Context, Quality, Reading, measure
-from vllm_sparse_plugin.tools.models import explain_load, load_causal_lm, name_of
+from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, load_causal_lm, name_of
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.policies import Selection
@@ -47,18 +47,16 @@ class LayerInputs:
     scale: float
     """Factor of the logits."""
 
-    def weights(self, window: int | None = None) -> torch.Tensor:
+    def weights(self, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
 
         Args:
-            window: number of newest tokens that each query attends to; None for all.
+            mask: `[num_queries, num_tokens]` bool, tokens that each query attends to; None for all up to itself.
         """
         logits = torch.einsum("qhgd,hnd->qhgn", self.query.float(), self.keys.float()) * self.scale
-        token, context = torch.arange(self.keys.shape[1], device=logits.device), self.context_lens[:, None, None, None]
-        hidden = token >= context
-        if window:
-            hidden = hidden | (token < context - window)
-        return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        if mask is None:
+            mask = torch.arange(self.keys.shape[1], device=logits.device) < self.context_lens[:, None]
+        return logits.masked_fill(~mask[:, None, None], -torch.inf).softmax(dim=-1)
 
     def page_weights(self, page_size: int) -> torch.Tensor:
         """Return the attention weight on each page, mean over the group: `[num_queries, num_kv_heads, num_pages]`.
@@ -86,7 +84,7 @@ class Decoded(NamedTuple):
     """Result of decoding given tokens."""
 
     layers: list[LayerInputs | None]
-    """Attention inputs of every layer; None for a sliding-window layer, or one without attention."""
+    """Attention inputs of every layer; None for a layer of a window or of chunks, or one without attention."""
     predictions: list[int]
     """The likeliest token after each token."""
 
@@ -130,7 +128,7 @@ class CapturingModel:
             queries: number of newest tokens whose queries are kept.
 
         Returns:
-            The layers in order; None for a sliding-window layer, or one without attention.
+            The layers in order; None for a layer of a window or of chunks, or one without attention.
         """
         self._forward(tokens, queries, None, use_cache=False, logits_to_keep=1)
         return list(self._layers)
@@ -174,15 +172,16 @@ class CapturingModel:
             )
         # Queries go from [query heads, queries, size] to [queries, KV heads, group, size].
         newest = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
-        window = kwargs.get("sliding_window")
+        is_local = bool(kwargs.get("sliding_window")) or attends_in_chunks(module)
         inputs = LayerInputs(newest, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
         # Layers of another kind do not call this.
         self._layers += [None] * (module.layer_idx - len(self._layers))
-        self._layers.append(None if window else inputs)
+        self._layers.append(None if is_local else inputs)
         if query.shape[2] == key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        output = torch.einsum("qhgn,hnd->qhgd", inputs.weights(window), value[0].float())
-        if self._skip is not None and not window:
+        mask = None if attention_mask is None else attention_mask[0, 0]
+        output = torch.einsum("qhgn,hnd->qhgd", inputs.weights(mask), value[0].float())
+        if self._skip is not None and not is_local:
             output[self._skip(len(self._layers) - 1, inputs)] = 0
         return output.flatten(1, 2).to(query.dtype)[None], None
 
