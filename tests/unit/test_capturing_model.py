@@ -44,6 +44,22 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two layers of a state space and two of attention."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    torch.manual_seed(1)
+    config = JambaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
+        num_experts_per_tok=1, initializer_range=0.3,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "hybrid"
+    JambaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def logits_of(folder: Path) -> torch.Tensor:
     """Logits of plain attention: `[num_tokens, vocabulary]`."""
     from transformers import AutoModelForCausalLM
@@ -88,3 +104,19 @@ def test_layers_of_chunks_attend_to_their_chunk_alone(chunked: Path, read: int) 
     expect_one_pass(chunked, logits_of(chunked), read)
     layers = CapturingModel(chunked, "cpu").run(TOKENS, 8)
     assert [layer is None for layer in layers] == [True, False] * 2
+
+
+@pytest.mark.parametrize("read", [20, 90])
+def test_decoding_continues_the_states_of_a_prompt(hybrid: Path, read: int) -> None:
+    expect_one_pass(hybrid, logits_of(hybrid), read)
+    model = CapturingModel(hybrid, "cpu")
+    whole = model.run(TOKENS, 120 - read)
+    decoded = model.decode(model.prefill(TOKENS[:read]), TOKENS[read:]).layers
+    assert [layer is None for layer in decoded] == [True, False] * 2
+    for one, other in zip(whole, decoded, strict=True):
+        if one is not None and other is not None:
+            assert one.query.shape == other.query.shape
+            assert one.keys.shape == other.keys.shape
+            for name in ("query", "keys", "values"):
+                expected, found = (getattr(each, name).float() for each in (one, other))
+                assert (expected - found).norm() <= 0.05 * expected.norm()

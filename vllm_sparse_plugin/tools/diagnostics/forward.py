@@ -7,10 +7,10 @@ earlier selection changes the inputs of a layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,10 +150,18 @@ class CapturingModel:
             skip: returns the groups of a layer whose output is set to zero.
         """
         before = [_copied(layer) for layer in cache.layers]
-        logits = self._forward(tokens, len(tokens), skip, past_key_values=cache, use_cache=True)
+        # With several tokens, state-space layers of some models (Jamba) ignore the state before them.
+        at_once = len(tokens) if all(map(_joins, cache.layers)) else 1
+        passes: list[list[LayerInputs | None]] = []
+        predictions: list[int] = []
+        for first in range(0, len(tokens), at_once):
+            part = tokens[first : first + at_once]
+            logits = self._forward(part, len(part), skip, past_key_values=cache, use_cache=True)
+            passes.append(list(self._layers))
+            predictions += logits[0].argmax(dim=-1).tolist()
         # A layer of a window cannot remove tokens: it has forgotten those before.
         cache.layers[:] = before
-        return Decoded(list(self._layers), logits[0].argmax(dim=-1).tolist())
+        return Decoded([_joined(parts) for parts in zip(*passes, strict=True)], predictions)
 
     def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **options: Any) -> torch.Tensor:
         self._newest, self._skip = newest, skip
@@ -186,13 +194,22 @@ class CapturingModel:
         return output.flatten(1, 2).to(query.dtype)[None], None
 
 
+def _joined(parts: Sequence[LayerInputs | None]) -> LayerInputs | None:
+    """Return one layer's inputs of consecutive passes as those of one pass."""
+    found = [part for part in parts if part is not None]
+    return replace(found[-1], query=torch.cat([part.query for part in found])) if found else None
+
+
 def _copied(layer: Any) -> Any:
     """Return a copy of a layer's cache that later tokens leave unchanged."""
+    return copy(layer) if _joins(layer) else deepcopy(layer)
+
+
+def _joins(layer: Any) -> bool:
+    """Return whether a layer's cache joins keys and values into new tensors. Others may write in place."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    # These join keys and values into new tensors. Others may write in place.
-    joins = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    return copy(layer) if joins else deepcopy(layer)
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @contextmanager
