@@ -11,6 +11,7 @@ from support.training import CONFIG, SELECTION, SETTINGS, TOKENIZER, rows, run_o
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.training.attention import ServedSelection
+from vllm_sparse_plugin.tools.training.model import _dtype_of
 from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 from vllm_sparse_plugin.tools.training.trainer import CURVES, LOG, Run, Trainer
 
@@ -282,6 +283,27 @@ def test_updates_leave_the_other_weights_of_a_model_as_they_were(model, tmp_path
     assert before.keys() == after.keys()
     # Updates are zero before the first step.
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": None, "torch_dtype": "float32"}, torch.float32),
+        ({"dtype": None}, torch.bfloat16),
+    ],
+)
+def test_a_model_is_written_in_its_dtype_whatever_names_it(model, tmp_path, fields, dtype):
+    source, output = tmp_path / "tiny", tmp_path / "out"
+    shutil.copytree(model, source)
+    config = json.loads((model / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config | fields))
+    Trainer(run_of(source, output), rows(), TOKENIZER, "cpu").write()
+    assert {weight.dtype for weight in weights(output).values()} == {dtype}
+    # Images have a part of their own.
+    (source / "config.json").write_text(json.dumps({"text_config": config | fields}))
+    assert _dtype_of(source) == dtype
 
 
 @pytest.mark.parametrize(("budget", "prompt"), [(24, 20), (512, 20), (24, 64)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +9,7 @@ import torch
 import yaml
 
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.models import load_causal_lm
+from vllm_sparse_plugin.tools.models import load_causal_lm, read_config, text_config
 from vllm_sparse_plugin.tools.training.settings import TrainingSettings
 
 ADAPTER = "adapter"
@@ -80,8 +79,7 @@ def write_model(
     if settings.lora_rank:
         model.save_pretrained(output / ADAPTER)
         model = model.merge_and_unload()
-    dtype = json.loads((source / "config.json").read_text(encoding="utf-8")).get("dtype", "bfloat16")
-    model = model.to(getattr(torch, dtype))
+    model = model.to(_dtype_of(source))
     setattr(model.config, KEY, section)
     model.config.use_cache = True
     model.save_pretrained(output)
@@ -89,6 +87,15 @@ def write_model(
     text = yaml.safe_dump(section, sort_keys=False)
     for folder in (output, output / ADAPTER) if settings.lora_rank else (output,):
         (folder / SECTION).write_text(f"# Settings that this model was trained with.\n{text}", encoding="utf-8")
+
+
+def _dtype_of(folder: Path) -> torch.dtype:
+    """Return the dtype that a model's config.json names, or that of its language model; bfloat16 if it names none."""
+    config = read_config(folder)
+    # Older models have the other name.
+    names = [part.get(name) for part in (config, text_config(config)) for name in ("dtype", "torch_dtype")]
+    found: torch.dtype = getattr(torch, next(filter(None, names), "bfloat16"))
+    return found
 
 
 def _averaged(
