@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.mixed import save_jamba, save_llama4
 
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
 
@@ -29,35 +30,12 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chunked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with two layers of chunks and two that attend to everything."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    torch.manual_seed(1)
-    config = Llama4TextConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=4, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, attention_chunk_size=WINDOW,
-        num_local_experts=1, initializer_range=0.3, no_rope_layers=[1, 0] * 2,
-        layer_types=["chunked_attention", "full_attention"] * 2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("models") / "chunked"
-    Llama4ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama4(tmp_path_factory.mktemp("models") / "chunked", WINDOW)
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with two layers of a state space and two of attention."""
-    from transformers import JambaConfig, JambaForCausalLM
-
-    torch.manual_seed(1)
-    config = JambaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
-        num_experts_per_tok=1, initializer_range=0.3,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("models") / "hybrid"
-    JambaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_jamba(tmp_path_factory.mktemp("models") / "hybrid")
 
 
 def logits_of(folder: Path) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """The attention of a model that is trained."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sparse_kernels.masked_attention import Packing
 from sparse_kernels.masked_attention.reference import always_read
+from support.mixed import save_jamba, save_llama4
 from support.training import CONFIG
 
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, _attend_densely
 from vllm_sparse_plugin.tools.training.data import Document, pack
 from vllm_sparse_plugin.tools.training.model import load_model
@@ -34,6 +37,20 @@ def test_a_packed_row_is_its_documents_and_a_large_budget_is_dense(model):
     for name in ("dense", "hard", "soft"):
         torch.testing.assert_close(got[name], wanted, rtol=1e-3, atol=1e-3)
     assert (got["sparse"] - wanted).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("save", "reason"), [(save_jamba, "state-space layers"), (partial(save_llama4, chunk=24), "chunks")]
+)
+def test_layers_that_would_see_other_tokens_than_when_served_are_refused(tmp_path, save, reason):
+    """A state would carry one document of a row into the next, and chunks would be whole documents."""
+    attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
+    (row,) = pack([Document(list(range(2, 52)), 0), Document(list(range(60, 90)), 0)], 100, seed=0)
+    with (
+        pytest.raises(ConfigurationError, match=f"^model: got .*{reason}.*, allowed for training: models without$"),
+        torch.no_grad(), attention.using(row.packing, None),
+    ):  # fmt: skip
+        load_model(save(tmp_path / "mixed"), attention, torch.float32)(torch.tensor(row.tokens)[None])
 
 
 @pytest.mark.parametrize("budget", [24, 96])

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import UniqueSelection
+from vllm_sparse_plugin.tools.models import attends_in_chunks
 
 _CACHE_ITEMSIZE = 2
 """Models are trained for a 16-bit KV cache."""
@@ -156,10 +157,11 @@ class PackedAttention:
         attention_mask: object,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if kwargs.get("s_aux") is not None or kwargs.get("softcap") or kwargs.get("sliding_window"):
+        is_local = kwargs.get("sliding_window") or attends_in_chunks(module)
+        if kwargs.get("s_aux") is not None or kwargs.get("softcap") or is_local:
             raise ConfigurationError(
-                f"model: got {self._model_name!r} with learned attention sinks, capped logits or sliding windows, "
-                "allowed for training: models without"
+                f"model: got {self._model_name!r} with learned attention sinks, capped logits, sliding windows or "
+                "chunks, allowed for training: models without"
             )
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         # There is one row at a time: from [1, heads, tokens, size] to [tokens, heads, size].
