@@ -68,6 +68,26 @@ def test_layers_of_other_kinds_are_named(folder):
         assert sentence in run("--model", str(folder), *SIZES)
 
 
+@pytest.mark.parametrize(
+    ("fields", "which"),
+    [
+        ({"sliding_window": 1024, "sliding_window_pattern": 6}, "the layers of sliding_window"),
+        ({"attention_chunk_size": 8192}, "the layers of attention_chunk_size"),
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, "the layers of attn_layer_period"),
+        ({"sliding_window": 131072, "use_sliding_window": False}, None),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_other_layers_are_told_without_a_list_of_their_kinds(folder, fields, which):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | fields))
+    output = run("--model", str(folder), *SIZES)
+    if which is None:
+        assert "whole context;" not in output
+    else:
+        assert f"{which} do not attend to the whole context; the numbers take all layers to do so" in output
+
+
 def test_offloading_divides_both_memories(folder):
     host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--max-num-seqs", "8")
     output = run("--model", str(folder), *SIZES, "--context", "131072", *host)

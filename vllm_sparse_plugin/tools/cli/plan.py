@@ -41,6 +41,10 @@ _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
 """KV-cache dtypes that the backends serve on a GPU."""
 _KERNEL_BLOCK = 16
 """FlashAttention needs blocks of a multiple of this many tokens."""
+_FIELDS_OF_OTHER_LAYERS = (
+    "sliding_window", "attention_chunk_size", "full_attention_interval", "full_attn_idxs", "attn_layer_period"
+)  # fmt: skip
+"""Fields of a config.json that does not name the kind of each layer, such as that of Gemma 3, Mistral or Jamba."""
 _MOST_TOKENS = 1 << 30
 _BUS_BYTES_PER_SECOND = 48e9
 """What decode kernels read from host memory over PCIe 5 with 16 lanes."""
@@ -308,10 +312,15 @@ def _other_layers(folder: Path) -> Iterator[str]:
     named = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
     kinds = next((kinds for kinds in named if kinds and isinstance(kinds, (list, str))), [])
     others = [kind for kind in kinds if kind not in ("full_attention", "attention", "*")]
-    if others:
+    which = f"{len(others)} of {len(kinds)} layers" if others else None
+    if not kinds and (field := next(filter(config.get, _FIELDS_OF_OTHER_LAYERS), None)):
+        # Qwen2 names a window that it does not use.
+        is_used = field != "sliding_window" or config.get("use_sliding_window") is not False
+        which = f"the layers of {field}" if is_used else None
+    if which:
         yield (
-            f"{len(others)} of {len(kinds)} layers do not attend to the whole context; the numbers take all layers to "
-            "do so, so they are no upper bounds"
+            f"{which} do not attend to the whole context; the numbers take all layers to do so, so they are no upper "
+            "bounds"
         )
 
 
