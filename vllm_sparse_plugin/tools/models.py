@@ -186,7 +186,7 @@ def attends_in_chunks(module: Any) -> bool:
 
     Unlike a sliding window, transformers does not name it to the attention function.
     """
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    kinds: list[str] = getattr(getattr(module, "config", None), "layer_types", None) or []
     return bool(kinds) and kinds[module.layer_idx] == "chunked_attention"
 
 
