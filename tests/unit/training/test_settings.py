@@ -125,7 +125,7 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ConfigurationError, match=r"statistics: got 'leveled_quarters', allowed for training: quarters"):
         ServedSelection.of(resolve({"selection": {"statistics": "leveled_quarters"}}, "unique"))
     attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
-    with pytest.raises(ConfigurationError, match=r"^model: got 'tiny' with learned attention sinks, capped logits or "):
+    with pytest.raises(ConfigurationError, match=r"^model: got 'tiny' with learned attention sinks, capped logits, "):
         attention._attend(None, torch.zeros(1), torch.zeros(1), torch.zeros(1), None, sliding_window=8)
 
 
