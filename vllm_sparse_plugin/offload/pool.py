@@ -82,8 +82,8 @@ def allocate_in_host_memory(
     # Tensors without memory say where each layer's blocks are.
     places = allocate(kv_cache_config, torch.device("meta"), layout, kernel_block_sizes)
     started = time.monotonic()
-    size, workers = next(iter(places.values())).untyped_storage().nbytes(), vllm_config.parallel_config
-    memory = pinned_memory(size, workers.tensor_parallel_size)
+    size = next(iter(places.values())).untyped_storage().nbytes()
+    memory = pinned_memory(size, vllm_config.parallel_config.tensor_parallel_size)
     seconds = time.monotonic() - started
     logger.info(
         "%s.offload: keys and values are in %.1f GiB of host memory, pinned in %.1f s; page statistics take %.2f GiB "

@@ -181,6 +181,16 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
     return model
 
 
+def keeps_keys_alone(layer: Any) -> bool:
+    """Return whether a layer of a transformers cache has keys and values alone, which new tokens join in new tensors.
+
+    Others, such as those of a state, may write in place and do not divide by tokens.
+    """
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
 def attends_in_chunks(module: Any) -> bool:
     """Return whether a transformers attention module sees the current chunk of its context only, as in Llama 4.
 

@@ -24,7 +24,7 @@ from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.quality import Context, Quality, Reading, measure
-from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, load_causal_lm, name_of
+from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, keeps_keys_alone, load_causal_lm, name_of
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.policies import Selection
@@ -151,7 +151,7 @@ class CapturingModel:
         """
         before = [_copied(layer) for layer in cache.layers]
         # With several tokens, state-space layers of some models (Jamba) ignore the state before them.
-        at_once = len(tokens) if all(map(_joins, cache.layers)) else 1
+        at_once = len(tokens) if all(map(keeps_keys_alone, cache.layers)) else 1
         passes: list[list[LayerInputs | None]] = []
         predictions: list[int] = []
         for first in range(0, len(tokens), at_once):
@@ -202,14 +202,7 @@ def _joined(parts: Sequence[LayerInputs | None]) -> LayerInputs | None:
 
 def _copied(layer: Any) -> Any:
     """Return a copy of a layer's cache that later tokens leave unchanged."""
-    return copy(layer) if _joins(layer) else deepcopy(layer)
-
-
-def _joins(layer: Any) -> bool:
-    """Return whether a layer's cache joins keys and values into new tensors. Others may write in place."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return copy(layer) if keeps_keys_alone(layer) else deepcopy(layer)
 
 
 @contextmanager

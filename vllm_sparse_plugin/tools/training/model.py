@@ -10,7 +10,7 @@ import yaml
 
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.models import load_causal_lm, name_of, read_config, text_config
+from vllm_sparse_plugin.tools.models import keeps_keys_alone, load_causal_lm, name_of, read_config, text_config
 from vllm_sparse_plugin.tools.training.settings import TrainingSettings
 
 ADAPTER = "adapter"
@@ -32,11 +32,9 @@ def load_model(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
         ConfigurationError: transformers cannot load the model, weights are missing, or layers have a state.
     """
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     model = load_causal_lm(folder, attention.name, dtype)
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    if kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+    if not all(map(keeps_keys_alone, DynamicCache(config=model.config).layers)):
         # A state would carry each document of a row into the next.
         raise ConfigurationError(
             f"model: got {name_of(folder)!r} with state-space layers, allowed for training: models without"
