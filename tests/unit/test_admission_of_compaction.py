@@ -88,8 +88,8 @@ def test_only_layers_without_a_window_keep_queries(folder):
 )
 def test_a_pyramid_of_one_class_is_said_in_one_sentence(layers, settings, is_flat, folder, monkeypatch):
     """No number from 2 to 4 divides 7 layers, as it divides none of the 13 layers of Gemma 2 2B without a window."""
-    said: list[str] = []
-    monkeypatch.setattr(notices, "_log_once", said.append)
+    found: list[str] = []
+    monkeypatch.setattr(notices, "_log_once", found.append)
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * layers, "sliding_window": 64}
     model = folder(num_hidden_layers=2 * layers, **kinds)
     given = {"additional_config": {"sparse_attention": {"compaction": settings}}} if settings else {}
@@ -98,7 +98,7 @@ def test_a_pyramid_of_one_class_is_said_in_one_sentence(layers, settings, is_fla
         "sparse_attention.compaction.layer_classes: no number of classes from 2 to 4 divides the 7 layers that attend "
         "to everything, so all of them keep the same budget, as with snapkv; set a divisor of 7."
     )
-    assert set(said) == ({sentence} if is_flat else set())
+    assert set(found) == ({sentence} if is_flat else set())
 
 
 @pytest.mark.parametrize(

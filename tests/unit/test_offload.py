@@ -108,7 +108,7 @@ def test_a_limit_of_a_group_around_this_process_bounds_free_memory(case, monkeyp
         (tmp_path / name).write_text(str(value))
     monkeypatch.setattr(memory, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "self", raising=False)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "self")
     assert memory.available_memory() == expected * GIB
 
 
@@ -440,7 +440,7 @@ def test_more_than_is_free_is_not_touched(monkeypatch):
 
 
 def test_workers_share_the_memory_that_was_free_before_any_of_them_pinned(monkeypatch):
-    monkeypatch.setattr(memory.Pinned, "free_before", None, raising=False)
+    monkeypatch.setattr(memory.Pinned, "free_before", None)
     monkeypatch.setattr(memory, "available_memory", lambda: 10 * GIB)
     specs = {"layer": object()}
     assert base.specify(specs) == specs
