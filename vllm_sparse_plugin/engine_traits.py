@@ -10,8 +10,6 @@ from vllm_sparse_plugin import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-COMPACTED_HYBRIDS = ("lfm2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types with state-space layers that tests serve with compaction."""
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 """Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""
 _EVERY = "attention"
@@ -49,11 +47,8 @@ def engines_in_parts(vllm_config: VllmConfig) -> Iterator[str]:
 def unmixed_blocks(vllm_config: VllmConfig) -> Iterator[str]:
     """Yields the traits of models in which no layer can give blocks back while others keep theirs."""
     kinds, architecture = _layer_kinds(vllm_config), architecture_of(vllm_config)
-    model = vllm_config.model_config
-    if model.is_hybrid:
-        if model.hf_text_config.model_type not in COMPACTED_HYBRIDS:
-            yield f"{architecture} with state-space layers"
-        elif vllm_config.cache_config.enable_prefix_caching:
+    if vllm_config.model_config.is_hybrid:
+        if vllm_config.cache_config.enable_prefix_caching:
             # A hit needs the states of its last token too.
             yield f"{architecture} with state-space layers and prefix caching"
     elif _FULL not in kinds:

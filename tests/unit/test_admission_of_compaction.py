@@ -183,6 +183,11 @@ def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypa
     admit(config, BACKENDS)
 
 
-def test_a_hybrid_that_no_test_serves_is_not_compacted(folder):
-    expected = "sparse_attention.compaction: got JambaForCausalLM with state-space layers, allowed with attention "
-    assert refusal(folder("JambaForCausalLM"), **COMPACTING) == f"{expected}backend snapkv: null"
+def test_a_hybrid_is_compacted_without_prefix_caching(folder):
+    hybrid = folder("JambaForCausalLM")
+    admit(engine_config(hybrid, **COMPACTING, enable_prefix_caching=False), BACKENDS)
+    expected = (
+        "sparse_attention.compaction: got JambaForCausalLM with state-space layers and prefix caching, allowed with "
+        "attention backend snapkv: null"
+    )
+    assert refusal(hybrid, **COMPACTING, enable_prefix_caching=True) == expected
