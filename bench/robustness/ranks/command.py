@@ -110,6 +110,7 @@ def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: f
             found = [each for engine in (0, 1, 0) for each in ask(server.client, folder.name, engine)]
             answered = answers_by_engine(metrics_text(server.client))
     except ServerError as error:
+        open_console().print(str(error), markup=False)
         return Cell(name, FAILED, str(error).splitlines()[0])
     cell = compare(name, expected, found)
     if answered != [2 * len(_LENGTHS), len(_LENGTHS)]:
