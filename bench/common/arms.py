@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from bench.common.options import size_text
 from bench.common.results import Row
+from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
 BEFORE = "before"
 """The arm that is not trained."""
+PLAIN, SIGNED = "{:.3f} [{:.3f}, {:.3f}]", "{:+.3f} [{:+.3f}, {:+.3f}]"
+"""Forms of a value or a difference, and its interval."""
 QUESTIONS, TEXT, POSITIONS = "questions", "text", "positions"
 """Parts of a result: scores of questions, losses of the ends of texts, and losses of texts by position."""
 
@@ -22,6 +25,14 @@ class Cell(NamedTuple):
     """0 for all weights, and for the model before training."""
     budget_tokens: int | None
     """None for dense attention."""
+
+
+class Recipe(NamedTuple):
+    """Settings of a training. The names are those of `TrainingSettings`."""
+
+    lora_rank: int
+    learning_rate: float
+    steps: int
 
 
 Items = dict[Cell, list[float]]
@@ -45,6 +56,40 @@ def changes(rows: Sequence[Row]) -> Items:
     found = _items(rows, TEXT, "same_as_before", ("text",))
     noise = _items(rows, "noise", "same_as_before", ("text",))[Cell(BEFORE, 0, None)]
     return {cell: [first - same for first, same in zip(noise, values, strict=True)] for cell, values in found.items()}
+
+
+def recipe_of(row: Row) -> Recipe | str:
+    """Return the recipe of a row of results; `BEFORE` without training."""
+    return BEFORE if row["arm"] == BEFORE else Recipe(row["lora_rank"], row["learning_rate"], row["steps"])
+
+
+RECIPE_HEADINGS = ("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before")
+
+
+def recipe_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the quality of each recipe, with the columns of `RECIPE_HEADINGS`."""
+    measured, lines = [row for row in rows if row.get("part")], []
+    before = [row for row in measured if recipe_of(row) == BEFORE]
+    for recipe in dict.fromkeys(map(recipe_of, measured)):
+        of_recipe = [row for row in measured if recipe_of(row) == recipe]
+        found = (questions(of_recipe), PLAIN), (losses([*before, *of_recipe]), SIGNED)
+        names = ["before", "", ""] if isinstance(recipe, str) else [str(each) for each in recipe]
+        for cell in dict.fromkeys(cell for cell in found[1][0] if (cell.arm == BEFORE) == (recipe == BEFORE)):
+            budget = "dense" if cell.budget_tokens is None else str(cell.budget_tokens)
+            shown = [
+                interval_text(estimate_amount(items[cell]), form) if cell in items else "" for items, form in found
+            ]
+            lines.append([*names, budget, *shown])
+    return lines
+
+
+def _shown(values: list[float] | None, form: str) -> str:
+    return "" if values is None else interval_text(estimate_amount(values), form)
+
+
+def interval_text(found: Estimate, form: str) -> str:
+    """Return a value and its interval; `form` has three places."""
+    return form.format(found.value, found.low, found.high)
 
 
 def weights_text(lora_rank: int) -> str:

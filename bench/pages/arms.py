@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bench.common.arms import BEFORE, Cell, Items, changes, losses, questions, weights_text
+from bench.common.arms import (
+    BEFORE,
+    RECIPE_HEADINGS,
+    Cell,
+    Items,
+    changes,
+    losses,
+    questions,
+    recipe_lines,
+    weights_text,
+)
+from bench.common.options import size_text
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, read_rows, read_run
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
@@ -15,6 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = RESULTS / "h200" / "training-arms"
+RECIPES = RESULTS / "h200" / "training-recipes"
+DRAFTS = tuple(RESULTS / "h200" / "training-drafts" / f"{name}.jsonl" for name in ("before", "after"))
+"""The drafts of `bench.quality lossless`, before and after a training for 128 tokens."""
 FIGURE = "docs/figures/training.svg"
 """The figure of `draw_arms`."""
 _NOTHING = "Nothing has been measured on a GPU yet."
@@ -92,6 +106,24 @@ def _claims(rank: int, budget: int) -> list[_Claim]:
             for arm in (_SOFT, _HARD, _BOTH, "taught-hard", "taught-soft")
         ),
     ]
+
+
+def recipes() -> Block:
+    """RULER and the loss of text after trainings of other ranks, rates and steps; empty if not measured."""
+    files = sorted(RECIPES.glob("*.jsonl"))
+    return Block(table(RECIPE_HEADINGS, recipe_lines(read_rows(files))) if files else "", files)
+
+
+def drafts() -> Block:
+    """The share of right drafts by the training's state, kind of text, context and budget; empty if not measured."""
+    if not all(path.exists() for path in DRAFTS):
+        return Block("")
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in (row for path in DRAFTS for row in read_run(path).rows if row["drafted"]):
+        key = f"{row['budget_tokens']}", row["kind"], size_text(row["context_tokens"])
+        found.setdefault(key, []).append(f"{row['accepted'] / row['drafted']:.3f}")
+    lines = [[*key, *shares] for key, shares in found.items()]
+    return Block(table(["budget of drafts", "text", "context", "before", "after"], lines), DRAFTS)
 
 
 def draw_arms() -> Figure:

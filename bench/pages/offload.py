@@ -7,6 +7,7 @@ import statistics
 from bench.common.options import size_text
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, Row, read_run, read_runs
+from bench.pages.serving import read_steps
 
 FOLDER = RESULTS / "h200" / "offload"
 STEPS = {
@@ -15,12 +16,14 @@ STEPS = {
     "`unique_offload`, room for all pages": FOLDER / "copies_100.jsonl",
     "`unique_offload`, `hot_pages` 4": FOLDER / "copies_4.jsonl",
     "`unique_offload`, `hot_pages` 0": FOLDER / "no_copies.jsonl",
+    "`unique_offload`, `hot_pages` 0, 512 tokens": FOLDER / "no_hits.jsonl",
 }
 """Result files of decode steps."""
 FIRST_TOKENS = {
-    "`unique`": FOLDER / "first_token_unique.jsonl",
-    "`unique_offload`": FOLDER / "first_token_offload.jsonl",
+    "dense": [FOLDER / f"first_token_{name}.jsonl" for name in ("unique", "offload")],
+    "sparse": [FOLDER / f"first_token_{name}.jsonl" for name in ("sparse", "sparse_offload")],
 }
+"""Result files by the attention of a prompt: keys and values on the GPU, and offloaded."""
 HOST_READS = FOLDER / "host_reads.jsonl"
 LONG = tuple(FOLDER / f"noise_{name}.jsonl" for name in ("16", "1m"))
 """Decode steps of more contexts than the GPU has room for, over noise."""
@@ -40,7 +43,8 @@ def steps() -> Block:
     """Times of decode steps, and the share of their pages that came over the bus."""
     lines, batches = [], (1, 6)
     for name, path in STEPS.items():
-        rows = {row["batch"]: row for row in read_run(path).rows if row["context_tokens"] == 1 << 17}
+        variant = "unique_offload" if "offload" in name else None
+        rows = {batch: row for (context, batch), row in read_steps(path, variant).items() if context == 1 << 17}
         cells = []
         for batch in batches:
             row = rows.get(batch, {})
@@ -56,17 +60,23 @@ def steps() -> Block:
 
 def first_tokens() -> Block:
     """Times to first token, with and without a prefix hit."""
-    found = {
-        name: {(row["measurement"], row["context_tokens"]): row for row in read_run(path).rows}
-        for name, path in FIRST_TOKENS.items()
-    }
-    base, other = found.values()
     lines = []
-    for (measurement, context), row in base.items():
-        hit = f", {row['cached_tokens']:,} of them cached" if measurement == "prefix_hit" else ""
-        seconds, slower = row["seconds_median"], other[measurement, context]["seconds_median"]
-        lines.append([f"{size_text(context)}{hit}", f"{seconds:.2f}", f"{slower:.2f}", f"{slower / seconds:.2f}"])
-    return Block(table(["prompt", *(f"{name}, s" for name in found), "ratio"], lines), list(FIRST_TOKENS.values()))
+    for attention, paths in FIRST_TOKENS.items():
+        base, other = (
+            {
+                (row["measurement"], row["context_tokens"]): row
+                for row in read_run(path).rows
+                if row["attention_backend"] != "FLASH_ATTN"
+            }
+            for path in paths
+        )
+        for (measurement, context), row in base.items():
+            hit = f", {row['cached_tokens']:,} of them cached" if measurement == "prefix_hit" else ""
+            seconds, slower = row["seconds_median"], other[measurement, context]["seconds_median"]
+            cells = f"{seconds:.2f}", f"{slower:.2f}", f"{slower / seconds:.2f}"
+            lines.append([f"{size_text(context)}{hit}", attention, *cells])
+    heads = ["prompt", "attention", "on the GPU, s", "offloaded, s", "ratio"]
+    return Block(table(heads, lines), [path for paths in FIRST_TOKENS.values() for path in paths])
 
 
 def host_reads() -> Block:

@@ -74,7 +74,7 @@ def prefill_gpu() -> Block:
 
 
 def zipvl_gpu() -> Block:
-    """Time to first token with ZipVL, over that of dense attention in the same files.
+    """Time to first token and throughput with ZipVL, over those of dense attention in the same files.
 
     Each file of `ZIPVL` calls its form `zipvl`. The others prefill in one chunk, and say what was kept.
     """
@@ -85,6 +85,8 @@ def zipvl_gpu() -> Block:
         for form, paths in (*groups, (None, one_chunk))
     ]
     contexts = sorted({context for _, times in found for _, context in times})
+    loads = read_times(one_chunk, "load", "chunk_tokens", "requests", "context_tokens")
+    asked = sorted({(requests, context) for _, requests, context in loads})
     rows = []
     for form, times in found:
         for chunk in sorted({chunk for chunk, _ in times}):
@@ -94,9 +96,12 @@ def zipvl_gpu() -> Block:
                     continue
                 shares = [each[name].get("prefill_density") for each in of_chunk.values() if name in each]
                 kept = "" if shares[-1] is None else f"{shares[-1]:.0%}"
-                cells = (_over_dense(of_chunk.get(context, {}), name) for context in contexts)
-                rows.append([form or name, f"{chunk:,}", kept, *cells])
+                cells = [_over_dense(of_chunk.get(context, {}), name) for context in contexts]
+                # Files of one form call it `zipvl`, as those of one chunk do.
+                of_load = [{} if form else loads.get((chunk, *load), {}) for load in asked]
+                rows.append([form or name, f"{chunk:,}", kept, *cells, *(_over_dense(each, name) for each in of_load)])
     heads = ["form", "tokens of a step", "kept", *(f"{context:,}, s" for context in contexts)]
+    heads += [f"{requests} x {context:,}, s" for requests, context in asked]
     return Block(table(heads, rows), [*ZIPVL.values(), *one_chunk])
 
 

@@ -22,7 +22,7 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
 """Served text, each file with dense attention in other batches."""
 EVICTING_GEMMA = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
-ART_ANSWERS, ART_TEXTS = (RESULTS / "h100" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
+ART_ANSWERS, ART_TEXTS = (RESULTS / "h200" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
 """ART alone and over eviction: `bench.quality ruler` and `served`."""
 ANCHOR_TIMES = RESULTS / "h200" / "decode-anchors"
 ANSWERS = _REAL / "answers.jsonl", _REAL / "answers_more.jsonl"
@@ -381,12 +381,12 @@ def ruler() -> Block:
 def ruler_policies() -> Block:
     """The mean RULER score of each backend, answered by vLLM, of the questions of a context that all have answered.
 
-    If files repeat a row, the first one counts. A run that is out of time has answered the first tasks alone.
+    If files repeat a row, the last one counts. A run that is out of time has answered the first tasks alone.
     """
     files = sorted(RULER.parent.glob(f"{RULER.stem}*.jsonl"))
     found: dict[tuple[int, str], dict[str, float]] = {}
     for row in read_rows(files):
-        found.setdefault((row["context_tokens"], row["setting"]), {}).setdefault(row["id"], row["score"])
+        found.setdefault((row["context_tokens"], row["setting"]), {})[row["id"]] = row["score"]
     contexts, settings = sorted({context for context, _ in found}), list(dict.fromkeys(name for _, name in found))
     headings, columns = [], []
     for context in contexts:

@@ -99,6 +99,8 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "gates": selection.gates,
     "training-arms": arms.arms,
     "training-claims": arms.claims,
+    "training-recipes": arms.recipes,
+    "training-drafts": arms.drafts,
     "training-longer": longer.longer,
     "training-passes": training.passes,
     "training-steps": training.steps,

@@ -19,7 +19,7 @@ COPIES = {
     "needle-8m": [_REAL / "selection_needle-8m.jsonl"],
 }
 """Result files by model."""
-GATES = RESULTS / "h100" / "gates"
+GATES = RESULTS / "h200" / "gates"
 _NOTHING = "Nothing has been measured on a GPU yet."
 _FLAT, _LEVELED, _ORACLE = "quarters", "leveled_quarters", "oracle"
 _REFINED = 0.25

@@ -26,7 +26,6 @@ METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps 
 """The same on a CPU, with every step measured."""
 _DECODES = (
     ("bf16", "quarters", "flash_attn", "unique"),
-    ("bf16, noise", "quarters", "flash_attn_noise", "unique_noise"),
     ("bf16", "int8", "flash_attn", "unique_int8"),
     ("fp8, noise", "int8", "flash_attn_fp8_cache", "unique_fp8_cache"),
     ("fp8, noise", "quarters", "flash_attn_1m", "unique_1m"),
@@ -119,18 +118,22 @@ def decode_steps() -> Block:
 
 
 def loads() -> Block:
-    """Time per token of batches of unlike requests, by server. Each server was measured with its rival in one run."""
-    lines, sources = [], []
+    """Time per token of batches of unlike requests, by server. Each server was measured with its rival in one run.
+
+    If files repeat a load, the last one counts.
+    """
+    lines: dict[tuple[str, ...], list[str]] = {}
+    sources: dict[tuple[str, ...], Path] = {}
     for path, times in _load_files():
         for (length, load), found in times.items():
             if "unique" not in found:
                 continue
-            sources.append(path)
             dense, sparse = found["flash_attn"], found["unique"]
-            server = [_machine(path), f"{length:,}", _described(load)]
-            lines.append([*server, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"])
+            server = _machine(path), f"{length:,}", _described(load)
+            sources[server] = path
+            lines[server] = [*server, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"]
     headings = ["GPU", "`max_model_len`", "requests", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
-    return Block(table(headings, lines), list(dict.fromkeys(sources)))
+    return Block(table(headings, list(lines.values())), list(dict.fromkeys(sources.values())))
 
 
 def loads_of_presets() -> Block:

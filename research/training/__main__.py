@@ -20,14 +20,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.common.arms import BEFORE
+from bench.common.arms import BEFORE, Recipe
 from bench.common.console import print_tables
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, usable_device
 from bench.common.results import ResultFile, Row, read_run
 from research.training import evaluate, longer
 from research.training.arms import ARMS, OutOfTimeError, settings_of
 from research.training.data import Amounts, Data, joined, prepare, read_data, write_data
-from research.training.grid import Recipe, finished, parse_numbers
+from research.training.grid import finished, parse_numbers
 from research.training.report import tables
 from research.training.study import Study
 from vllm_sparse_plugin.errors import ConfigurationError

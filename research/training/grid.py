@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from bench.common.arms import BEFORE
+from bench.common.arms import Recipe, recipe_of
 from bench.common.options import split_values
 from bench.common.results import Row
 from vllm_sparse_plugin.errors import ConfigurationError
 
 _Number = TypeVar("_Number", int, float)
-
-
-class Recipe(NamedTuple):
-    """Settings of a training. The names are those of `TrainingSettings`."""
-
-    lora_rank: int
-    learning_rate: float
-    steps: int
-
-
-def recipe_of(row: Row) -> Recipe | str:
-    """Return the recipe of a row of results; `BEFORE` without training."""
-    return BEFORE if row["arm"] == BEFORE else Recipe(row["lora_rank"], row["learning_rate"], row["steps"])
 
 
 def finished(rows: Sequence[Row]) -> set[Recipe | str]:

@@ -8,21 +8,25 @@ from rich.table import Table
 
 from bench.common.arms import (
     BEFORE,
+    PLAIN,
     POSITIONS,
     QUESTIONS,
+    RECIPE_HEADINGS,
+    SIGNED,
     TEXT,
     Cell,
     Items,
     changes,
+    interval_text,
     longer_parts,
     losses,
     questions,
+    recipe_lines,
     weights_text,
 )
 from bench.common.results import Row
 from research.training.evaluate import SCORED
-from research.training.grid import recipe_of
-from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
+from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -32,9 +36,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     if any("learning_rate" in row and row.get("part") for row in rows):
         return [_grid_table(rows)]
     parts: Mapping[str, tuple[Callable[[Sequence[Row]], Items], str]] = {
-        "RULER, mean score of all questions": (questions, "{:.3f} [{:.3f}, {:.3f}]"),
-        "Loss of held-out texts, minus dense before training, nats": (losses, "{:+.3f} [{:+.3f}, {:+.3f}]"),
-        "Next tokens changed from dense before training, beyond its noise": (changes, "{:+.3f} [{:+.3f}, {:+.3f}]"),
+        "RULER, mean score of all questions": (questions, PLAIN),
+        "Loss of held-out texts, minus dense before training, nats": (losses, SIGNED),
+        "Next tokens changed from dense before training, beyond its noise": (changes, SIGNED),
     }
     return [_table(title, items_of(rows), form) for title, (items_of, form) in parts.items()]
 
@@ -46,7 +50,7 @@ def _table(title: str, items: Items, form: str) -> Table:
         cells = []
         for budget in budgets:
             if values := items.get(Cell(arm, rank, budget)):
-                cells.append(_interval(estimate_amount(values), form))
+                cells.append(interval_text(estimate_amount(values), form))
             else:
                 cells.append("")
         table.add_row(arm, "" if arm == BEFORE else weights_text(rank), *cells)
@@ -55,17 +59,9 @@ def _table(title: str, items: Items, form: str) -> Table:
 
 def _grid_table(rows: Sequence[Row]) -> Table:
     """Return the quality of each recipe."""
-    measured = [row for row in rows if row.get("part")]
-    before = [row for row in measured if recipe_of(row) == BEFORE]
-    table = Table("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before", title="Recipes")
-    for recipe in dict.fromkeys(map(recipe_of, measured)):
-        own = [row for row in measured if recipe_of(row) == recipe]
-        found = (questions(own), "{:.3f} [{:.3f}, {:.3f}]"), (losses([*before, *own]), "{:+.3f} [{:+.3f}, {:+.3f}]")
-        names = ["before", "", ""] if isinstance(recipe, str) else [str(each) for each in recipe]
-        for cell in dict.fromkeys(cell for cell in found[1][0] if (cell.arm == BEFORE) == (recipe == BEFORE)):
-            budget = "dense" if cell.budget_tokens is None else str(cell.budget_tokens)
-            shown = [_interval(estimate_amount(items[cell]), form) if cell in items else "" for items, form in found]
-            table.add_row(*names, budget, *shown)
+    table = Table(*RECIPE_HEADINGS, title="Recipes")
+    for line in recipe_lines(rows):
+        table.add_row(*line)
     return table
 
 
@@ -85,9 +81,5 @@ def _by_arm(title: str, values: Mapping[tuple[str, str], list[float]]) -> Table:
     table = Table("", *arms, title=title)
     for column in columns:
         found = [estimate_amount(values[arm, column]) if (arm, column) in values else None for arm in arms]
-        table.add_row(column, *("" if each is None else _interval(each, "{:.3f} [{:.3f}, {:.3f}]") for each in found))
+        table.add_row(column, *("" if each is None else interval_text(each, PLAIN) for each in found))
     return table
-
-
-def _interval(found: Estimate, form: str) -> str:
-    return form.format(found.value, found.low, found.high)

@@ -422,7 +422,7 @@ def test_ruler_scores_of_several_files_are_one_table(tmp_path, monkeypatch):
     block = real.ruler_policies()
     assert [path.name for path in block.sources] == ["ruler.jsonl", "ruler_more.jsonl"]
     assert [line.partition(" [")[0] for line in block.text.splitlines()[2:]] == [
-        "| `dense` | all | 1.00", "| `unique` | preset | 0.75", "| `snapkv` | 2,048 | 0.50",
+        "| `dense` | all | 0.00", "| `unique` | preset | 0.75", "| `snapkv` | 2,048 | 0.50",
     ]  # fmt: skip
 
 
