@@ -83,9 +83,16 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
     assert [steps[0].temperature, steps[3].temperature] == pytest.approx([2.0, 1.0])
     assert steps[6].temperature == pytest.approx(0.5)
     assert [step.budget_tokens for step in steps] == [256, 200, 160, 128, 104, 80, 64, 64, 64, 64]
-    assert steps[0].rate == pytest.approx(settings.learning_rate / 2)
+    assert steps[0].rate == pytest.approx(settings.peak_rate / 2)
     assert all(later.rate < step.rate for step, later in itertools.pairwise(steps[1:]))
     assert step_at(TrainingSettings(steps=3), 0, 64, 8).temperature is None
+
+
+@pytest.mark.parametrize(
+    ("values", "rate"), [({}, 1e-3), ({"lora_rank": 0}, 3e-4), ({"lora_rank": 0, "learning_rate": 1e-2}, 1e-2)]
+)
+def test_the_rate_depends_on_what_is_trained(values, rate):
+    assert TrainingSettings(**values).peak_rate == rate
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ class TrainingSettings(Section):
     equal_rows: Annotated[bool, "true or false"] = False
     """Whether each row has the same part in `distillation` and in the loss of the text, not each learned token. Rows
     with few learned tokens, such as short answers beside texts, then count as much as others."""
-    learning_rate: Annotated[float, Field(ge=1e-8, le=1.0)] = 1e-4
-    """Peak learning rate of AdamW. A cosine decays it to 1 %."""
+    learning_rate: Annotated[float | None, Field(ge=1e-8, le=1.0)] = None
+    """Peak learning rate of AdamW; None for 1e-3 with low-rank updates and 3e-4 with all weights. A cosine decays it to
+    1 %."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**6)] = 10
     """Steps in which the learning rate grows to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -121,6 +122,12 @@ class TrainingSettings(Section):
         return self
 
     @property
+    def peak_rate(self) -> float:
+        """The peak learning rate. Its defaults are the best of `research/training`."""
+        default = 1e-3 if self.lora_rank else 3e-4
+        return default if self.learning_rate is None else self.learning_rate
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether the loss compares with the dense model before training."""
         return bool(self.distillation or self.retention or self.selection_loss)
@@ -166,7 +173,7 @@ def step_at(settings: TrainingSettings, step: int, budget_tokens: int, page_size
     """
     warm = min(1.0, (step + 1) / (settings.warmup_steps + 1))
     cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-    rate = settings.learning_rate * warm * (_LEAST_RATE + (1 - _LEAST_RATE) * cosine)
+    rate = settings.peak_rate * warm * (_LEAST_RATE + (1 - _LEAST_RATE) * cosine)
     soft_steps = 0 if settings.hard_steps is None else settings.steps - settings.hard_steps
     if step >= soft_steps:
         return Step(rate, None, budget_tokens)

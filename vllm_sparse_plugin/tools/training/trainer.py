@@ -108,7 +108,7 @@ class Trainer:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(
-            trained, lr=settings.learning_rate, betas=_BETAS, weight_decay=settings.weight_decay, fused=not on_cpu
+            trained, lr=settings.peak_rate, betas=_BETAS, weight_decay=settings.weight_decay, fused=not on_cpu
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._teacher: Any = None
