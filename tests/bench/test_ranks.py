@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from bench.common.continuations import Continuation
-from bench.robustness.deployments.cells import EQUAL, NOT_HERE
+from bench.robustness.deployments.cells import EQUAL, NOT_HERE, ONE_STEP, TIE, Cell
 from bench.robustness.families.cells import FAILED, REFUSED
 from bench.robustness.families.table import FAMILIES
 from bench.robustness.ranks import command
-from bench.robustness.ranks.command import MODELS, SETTINGS, answers_by_engine, try_ranks
+from bench.robustness.ranks.command import CONTROL, MODELS, SETTINGS, answers_by_engine, try_ranks
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.tools.server import ServerError
 
@@ -35,7 +35,7 @@ def test_settings_are_of_the_backends():
     assert set(MODELS.values()) <= set(FAMILIES)
 
 
-def tried(monkeypatch, tmp_path, wrong=(), counted=(6, 3), fails=False):
+def tried(monkeypatch, tmp_path, wrong=(), counted=(6, 3), fails=False, backend="unique", tie=0.125):
     """The cell of a server whose engines answer wrongly in some rounds."""
     rounds = []
 
@@ -56,8 +56,7 @@ def tried(monkeypatch, tmp_path, wrong=(), counted=(6, 3), fails=False):
     for name, value in {"ready": ready, "ask": ask, "metrics_text": lambda _: metrics(*counted)}.items():
         monkeypatch.setattr(command, name, value)
     monkeypatch.setattr(command, "expect_admitted", lambda *_: None)
-    cell = try_ranks("dense, unique", "dense", tmp_path, "unique", 1)
-    return cell, rounds
+    return try_ranks("dense", "dense", tmp_path, backend, 1, tie), rounds
 
 
 def test_engines_are_asked_one_after_the_other(monkeypatch, tmp_path):
@@ -68,7 +67,8 @@ def test_engines_are_asked_one_after_the_other(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"wrong": (3,)}, "an answer parts where the tokens' log probabilities differ by 2.9"),
+        ({"wrong": (3,)}, "engines differ: an answer parts where the tokens' log probabilities differ by 2.9"),
+        ({"wrong": (1, 2, 3)}, "an answer parts where the tokens' log probabilities differ by 2.9"),
         ({"counted": (9, 0)}, "the engines answered [9, 0] questions"),
         ({"fails": True}, "the server ended"),
     ],
@@ -76,6 +76,29 @@ def test_engines_are_asked_one_after_the_other(monkeypatch, tmp_path):
 def test_a_wrong_answer_or_engine_is_a_failure(monkeypatch, tmp_path, changes, reason):
     cell, _ = tried(monkeypatch, tmp_path, **changes)
     assert (cell.outcome, cell.reason) == (FAILED, reason)
+
+
+def test_answers_may_part_as_far_as_those_of_the_control(monkeypatch, tmp_path):
+    cell, _ = tried(monkeypatch, tmp_path, wrong=(1, 2, 3), backend=CONTROL)
+    assert (cell.outcome, cell.parted, cell.gap) == (TIE, 9, 2.9)
+    assert tried(monkeypatch, tmp_path, wrong=(1, 2, 3), tie=cell.gap)[0].outcome == TIE
+    assert tried(monkeypatch, tmp_path, wrong=(2,), tie=2.8)[0].outcome == FAILED
+
+
+def test_the_control_is_tried_first_and_allows_its_gap(monkeypatch, tmp_path):
+    tried_with = []
+
+    def try_ranks(name, kind, folder, backend, start_seconds, tie):
+        tried_with.append((kind, backend, tie))
+        return Cell(name, TIE, gap=0.375 if kind == "experts" else None)
+
+    monkeypatch.setattr(command, "try_ranks", try_ranks)
+    monkeypatch.setattr(command, "write_model", lambda *_: None)
+    command.ranks(tmp_path / "ranks.jsonl", ["dense", "experts"], ["unique"])
+    assert tried_with == [
+        ("dense", CONTROL, ONE_STEP), ("dense", "unique", ONE_STEP),
+        ("experts", CONTROL, ONE_STEP), ("experts", "unique", 0.375),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["snapkv", "lossless", "unique"])

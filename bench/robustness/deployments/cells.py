@@ -68,8 +68,15 @@ def _by_token(step: Mapping[str, float]) -> dict[int, float]:
     return {int(token): logprob for token, logprob in step.items()}
 
 
-def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continuation]) -> Cell:
-    """Compares answers with the expected ones, which may be given several times."""
+def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continuation], tie: float = ONE_STEP) -> Cell:
+    """Compares answers with the expected ones, which may be given several times.
+
+    Args:
+        name: of the deployment.
+        expected: the plain answers.
+        found: the answers of the deployment.
+        tie: largest difference of log probabilities, in nats, between tokens that may replace each other.
+    """
     pairs = [(expected[index % len(expected)], each) for index, each in enumerate(found)]
     gaps = [gap for gap in (gap_at_first_difference(*pair) for pair in pairs) if gap is not None]
     error = max(logprob_error(*pair) for pair in pairs)
@@ -77,7 +84,7 @@ def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continu
     if not gaps:
         return cell
     cell = replace(cell, gap=round(max(gaps), 4))
-    if max(gaps) <= ONE_STEP:
+    if max(gaps) <= tie:
         return replace(cell, outcome=TIE, reason=f"log probabilities of the tokens differ by {max(gaps):.2g}")
     return replace(cell, outcome=FAILED,
                    reason=f"an answer parts where the tokens' log probabilities differ by {max(gaps):.3g}")  # fmt: skip

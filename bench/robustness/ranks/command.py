@@ -4,12 +4,14 @@
 
 Engines of a mixture of experts compute every step together: one without requests computes a dummy step. Engine 0 is
 asked first, then engine 1, then engine 0 again, whose prefix cache must have survived. The answers are compared with
-those of a server with one engine.
+those of a server with one engine, and later answers with the first ones of engine 0. Engines that share experts add
+their parts in another order, so answers may differ as far as those of vLLM's own attention do, which is tried first.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 import time
@@ -28,7 +30,7 @@ from bench.common.engine import DECODE_GRAPHS
 from bench.common.metrics import metrics_text
 from bench.common.options import Commit, Output, parse_names
 from bench.common.results import ResultFile
-from bench.robustness.deployments.cells import NOT_HERE, Cell, compare
+from bench.robustness.deployments.cells import NOT_HERE, ONE_STEP, Cell, compare
 from bench.robustness.families.cells import FAILED, REFUSED, refusal_of
 from bench.robustness.families.engines import draw_weights, prompt
 from bench.robustness.families.table import BUDGET, FAMILIES
@@ -52,6 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lossless": {},
 }
 """Settings by backend, with which the prompts attend sparsely."""
+CONTROL = "vllm"
+"""vLLM's own attention."""
 _LENGTHS = (600, 1500, 3000)
 _MAX_MODEL_LEN = 4096
 _NEW_TOKENS = 32
@@ -73,9 +77,12 @@ def ranks(
         for kind in kinds:
             folder = Path(parent) / FAMILIES[MODELS[kind]].key
             write_model(kind, folder)
-            for name in backends:
+            tie = ONE_STEP
+            for name in (CONTROL, *backends):
                 start = time.monotonic()
-                cell = try_ranks(f"{kind}, {name}", kind, folder, name, start_seconds)
+                cell = try_ranks(f"{kind}, {name}", kind, folder, name, start_seconds, tie)
+                if name == CONTROL:
+                    tie = max(tie, cell.gap or 0.0)
                 cells.append(replace(cell, seconds=round(time.monotonic() - start, 1)))
                 file.write(cells[-1].as_row())
                 console.print(f"{cell.deployment}: {cell.outcome}: {cell.reason}", markup=False)
@@ -93,12 +100,22 @@ def write_model(kind: str, folder: Path) -> None:
     made.to(config.dtype).save_pretrained(folder)
 
 
-def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: float) -> Cell:
-    """Compares the answers of data-parallel engines with those of one engine."""
+def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: float, tie: float = ONE_STEP) -> Cell:
+    """Compares the answers of data-parallel engines with those of one engine, and with each other.
+
+    Args:
+        name: of the cell.
+        kind: of the model, a key of `MODELS`.
+        folder: of the model.
+        backend: a key of `SETTINGS`, or `CONTROL`.
+        start_seconds: time limit of a server's start.
+        tie: as for `compare`. The answers of `CONTROL` may part anywhere.
+    """
     if kind == "experts" and not describe_gpu():
         return Cell(name, NOT_HERE, "vLLM's CPU build has no communication between the experts of several engines")
     try:
-        expect_admitted(folder, backend)
+        if backend != CONTROL:
+            expect_admitted(folder, backend)
     except Exception as error:  # vLLM wraps it
         if refusal := refusal_of(error):
             return Cell(name, REFUSED, refusal)
@@ -112,10 +129,14 @@ def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: f
     except ServerError as error:
         open_console().print(str(error), markup=False)
         return Cell(name, FAILED, str(error).splitlines()[0])
-    cell = compare(name, expected, found)
+    allowed = math.inf if backend == CONTROL else tie
+    cell = compare(name, expected, found, allowed)
+    between = compare(name, found[: len(_LENGTHS)], found[len(_LENGTHS) :], allowed)
     if answered != [2 * len(_LENGTHS), len(_LENGTHS)]:
         return replace(cell, outcome=FAILED, reason=f"the engines answered {answered} questions")
-    return cell
+    if between.outcome == FAILED:
+        return replace(cell, outcome=FAILED, reason=f"engines differ: {between.reason}")
+    return replace(cell, gap=max(cell.gap or 0.0, between.gap or 0.0) or None)
 
 
 def expect_admitted(folder: Path, backend: str) -> None:
@@ -138,8 +159,9 @@ def ready(folder: Path, backend: str, engines: int, start_seconds: float) -> Ite
     ]  # fmt: skip
     if gpu:
         arguments += ["--compilation-config", json.dumps(DECODE_GRAPHS), "--gpu-memory-utilization", "0.2"]
+    name, config = (None, None) if backend == CONTROL else (backend, json.dumps({KEY: SETTINGS[backend]}))
     settings = ServerSettings(
-        folder, _MAX_MODEL_LEN, backend, json.dumps({KEY: SETTINGS[backend]}), tuple(arguments), eager=not gpu,
+        folder, _MAX_MODEL_LEN, name, config, tuple(arguments), eager=not gpu,
         # By default vLLM gives each CPU worker a separate NUMA node.
         environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, start_seconds=start_seconds,
     )  # fmt: skip
