@@ -165,6 +165,10 @@ class Engine:
         """From now on, fill blocks with large values as soon as they are freed."""
         self._call(_spoil)
 
+    def idle_after_steps(self) -> None:
+        """From now on, compute a step without requests after each step, as data-parallel engines of experts do."""
+        self._call(_idle)
+
     def end(self) -> int:
         """End the engine but keep its model. Return how many caches of layers are still in memory."""
         return self._call(_end)
@@ -300,6 +304,18 @@ def spoil_freed_blocks(llm: Any) -> None:
             cache[freed] = 50.0
 
     pool.free_blocks = spoil
+
+
+def _idle() -> None:
+    core = _llm.llm_engine.engine_core.engine_core
+    step = core.step_fn
+
+    def step_and_idle() -> Any:
+        outputs = step()
+        core.execute_dummy_batch()
+        return outputs
+
+    core.step_fn = step_and_idle
 
 
 def _end() -> int:
