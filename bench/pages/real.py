@@ -21,6 +21,7 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
 )
 """Served text, each file with dense attention in other batches."""
 EVICTING_GEMMA = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
+EVICTING_GEMMA_SHORT = RESULTS / "cpu-2core" / "real" / "served_evicting_gemma_4k.jsonl"
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
 ART_ANSWERS, ART_TEXTS = (RESULTS / "h200" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
 """ART alone and over eviction: `bench.quality ruler` and `served`."""
@@ -297,6 +298,11 @@ def backends_gemma() -> Block:
 def evicting_gemma() -> Block:
     """The same with Gemma 3 270M under eviction."""
     return _backends(EVICTING_GEMMA, {text: text for text in ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")})
+
+
+def evicting_gemma_short() -> Block:
+    """The same with short texts, under backends that have no longer ones."""
+    return _backends(EVICTING_GEMMA_SHORT, {text: text for text in ("essays, 4K", "code, 4K")})
 
 
 def _backends(path: Path, texts: Mapping[str, str]) -> Block:

@@ -43,6 +43,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-backends": real.backends,
     "real-backends-gemma": real.backends_gemma,
     "real-evicting-gemma": real.evicting_gemma,
+    "real-evicting-gemma-short": real.evicting_gemma_short,
     "real-ruler": real.ruler,
     "real-anchors": real.anchors,
     "real-coverages": real.coverages,
