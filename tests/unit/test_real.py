@@ -20,7 +20,7 @@ class Endpoint:
     """Expects another token at `changed` of its first 10 positions."""
 
     def __init__(self, backend: str | None, concurrency: int) -> None:
-        self._changed = {(None, 1): 0, (None, real._BATCH): 1, ("unique", 1): 4}[backend, concurrency]
+        self._changed = {(None, 1): 0, (None, real._BATCH): 1, ("unique", 1): 4, ("dense", 1): 2}[backend, concurrency]
 
     def complete(self, requests):
         for request in requests:
@@ -75,6 +75,15 @@ def test_both_are_asked_and_dense_is_compared_with_itself(run, tmp_path):
     assert [answer["run"] for answer in answers] == [
         *["dense"] * 3, *["dense, another batch"] * 3, "dense", *["unique"] * 4,
     ]  # fmt: skip
+
+
+def test_our_backend_without_selection_is_not_taken_for_the_reference(run):
+    """Its answers took the place of those of vLLM's attention, and were compared with themselves."""
+    code, rows, _, started = run("--attention-backend", "dense", "--task", "niah_single_2")
+    assert code == 0
+    assert [backend for _, backend, _ in started] == [None, "dense"]
+    assert rows[1][1].startswith(f"{63 / 64:.1%} [")
+    assert rows[1][2].startswith(f"{62 / 64:.1%} [")
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,16 @@ def real(
         forcing = ("--logits-processors", FORCED_TOKENS_PROCESSOR, "--logprobs-mode", "raw_logprobs")
         dense = replace(dense, arguments=(*dense.arguments, *forcing))
         sparse = replace(dense, backend=attention_backend, additional_config=additional_config)
+        # The results of vLLM's own dense attention already have the name `dense`.
+        name = f"backend-{_DENSE}" if attention_backend.lower() == _DENSE else attention_backend
         console = open_console()
         try:
             runs = _ask(_DENSE, dense, asked, prompter, console, report)
-            runs |= _ask(attention_backend, sparse, asked, prompter, console, report)
+            runs |= _ask(name, sparse, asked, prompter, console, report)
         except ServerError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
-        console.print(_table(model, runs, attention_backend))
+        console.print(_table(model, runs, name))
 
 
 def _manual() -> str:
