@@ -33,6 +33,8 @@ class StubServer:
     """Replaces the answers to all other requests."""
     answers_left: int | None = None
     """Number of requests that are answered before all others get an error; None for all."""
+    finish_reason: str = "stop"
+    """Why every answer ended."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -78,7 +80,7 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
             if not request.get("ignore_eos"):
                 end = next((place for place, token in enumerate(tokens) if token in stub.ends), len(tokens))
                 tokens = tokens[: end + 1]
-            choice: dict[str, Any] = {"index": 0, "text": stub.decode(tokens), "finish_reason": "stop"}
+            choice: dict[str, Any] = {"index": 0, "text": stub.decode(tokens), "finish_reason": stub.finish_reason}
             if request.get("return_token_ids"):
                 choice["token_ids"] = tokens
             if request.get("logprobs") is not None:

@@ -119,13 +119,28 @@ def test_a_server_of_something_else(run, stub, body):
     assert re.match(r"(base_url: got 'http.+, allowed: the address|model: got None, allowed at)", message)
 
 
-@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"choices": []}'])
-def test_answers_in_another_shape(run, stub, output, body):
+@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"choices": []}', '{"choices": [{"text": null}]}'])
+@pytest.mark.parametrize("decode_from", ["prompt", "question"])
+def test_answers_in_another_shape(run, stub, output, body, decode_from):
     stub.answer_body = body
-    assert refused(run(*NEEDLES, "--decode-from", "question"), 3).startswith(
+    assert refused(run(*NEEDLES, "--decode-from", decode_from), 3).startswith(
         "the model stub did not answer a question ("
     )
     assert read_results(output).results == {}
+
+
+@pytest.mark.parametrize("decode_from", ["prompt", "question"])
+def test_what_a_server_answers_while_it_stops_is_not_scored(run, stub, output, decode_from):
+    """vLLM then sends what it has so far, with status 200."""
+    stub.finish_reason = "abort"
+    assert refused(run(*NEEDLES, "--decode-from", decode_from), 3) == (
+        "the model stub ended a request before its answer was complete (finish_reason 'abort'); the same command "
+        "continues from here"
+    )
+    assert read_results(output).results == {}
+    stub.finish_reason = "stop"
+    assert run(*NEEDLES, "--decode-from", decode_from)[0] == 0
+    assert {result.score for result in read_results(output).results.values()} == {1.0}
 
 
 def test_one_of_several_models_has_to_be_named(run, stub):

@@ -26,6 +26,8 @@ _ANSWER_SECONDS = 3600
 _ADDRESS = "the address of an OpenAI-compatible server"
 _FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
 """Errors of the client: its own, and those that an answer in another shape causes."""
+_UNFINISHED = ("abort", "error")
+"""Values of `finish_reason` of partial answers. A server that stops sends them with status 200."""
 _TOKEN_ID = "token_id:"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -157,13 +159,19 @@ class Server:
                 extra_body=extra,
             )
             choice = completion.choices[0]
-            text, token_ids = str(choice.text), list((choice.model_extra or {}).get("token_ids") or [])
+            if not isinstance(choice.text, str):
+                raise TypeError("an answer without a text")
+            text, token_ids = choice.text, list((choice.model_extra or {}).get("token_ids") or [])
             logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
             top = choice.logprobs.top_logprobs or [] if scored and choice.logprobs else []
             predictions = tuple(keep_likely(_by_id(alternatives)) for alternatives in top)
         except _FAILURES as error:
             raise EndpointError(f"did not answer a question ({_reason(error)})") from None
         seconds = time.perf_counter() - begin
+        if choice.finish_reason in _UNFINISHED:
+            raise EndpointError(
+                f"ended a request before its answer was complete (finish_reason {str(choice.finish_reason)!r})"
+            )
         if not request.forced:
             return Reply(text, [], seconds)
         answer = after_forced(request, token_ids)
