@@ -170,8 +170,8 @@ def test_a_server_that_does_not_force_tokens_is_noticed(run, stub, output):
     assert read_results(output).results == {}
 
 
-@pytest.mark.parametrize("logprob", [0, None])
-def test_log_probabilities_of_the_forced_choice_are_noticed(run, stub, tmp_path, logprob):
+@pytest.mark.parametrize("logprob", [0, None, 14.5])
+def test_log_probabilities_of_the_forced_choice_and_logits_are_noticed(run, stub, tmp_path, logprob):
     text = tmp_path / "text.txt"
     text.write_text(library_text(0, 60_000))
     stub.logprob = logprob

@@ -29,6 +29,8 @@ _FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
 _UNFINISHED = ("abort", "error")
 """Values of `finish_reason` of partial answers. A server that stops sends them with status 200."""
 _TOKEN_ID = "token_id:"
+_MOST_LOGPROB = 1e-3
+"""Rounding may lift a log probability above 0."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -218,9 +220,11 @@ def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
     """Return the log probabilities of the forced tokens.
 
     Raises:
-        EndpointError: they are missing, or their distribution contains only the forced token.
+        EndpointError: they are missing, they are logits, or their distribution contains only the forced token.
     """
-    if request.answer_tokens == 0 and (len(logprobs) != len(request.forced) or not any(logprobs)):
+    if request.answer_tokens == 0 and (
+        len(logprobs) != len(request.forced) or not any(logprobs) or max(logprobs) > _MOST_LOGPROB
+    ):
         raise EndpointError("does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs")
     return logprobs
 
