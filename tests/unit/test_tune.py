@@ -272,6 +272,43 @@ def test_the_table_is_printed_and_the_last_preset_kept_where_the_disk_is_full(ru
     assert (tmp_path / "out" / "sparse.yaml").read_text() == kept
 
 
+CHANGED = {
+    "prompts": lambda row: row.update(digest="1"),
+    "fewer prompts": lambda row: row.update(id=row["id"].replace("line 2", "line 9")),
+    "model": lambda row: row.get("settings", {}).update(contents={"model": "1"}),
+    "versions": lambda row: row.get("settings", {}).update(versions={"vllm": "1"}),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+@pytest.mark.parametrize("label", ["dense-again", "unique-1024"])
+def test_results_of_other_prompts_or_another_model_are_not_compared(
+    run, evaluations, tmp_path, monkeypatch, changed, label
+):
+    """A file or the model was replaced while an engine ran. Its answers to other texts looked like a loss."""
+    evaluate = tune._run
+
+    def change(command: list[str]) -> tuple[int, str]:
+        found = evaluate(command)
+        given = dict(pairwise(command))
+        if given["--label"] == label:
+            rows = [json.loads(row) for row in Path(given["--output"]).read_text().splitlines()]
+            for row in rows:
+                if ("id" in row) == ("prompts" in changed):
+                    CHANGED[changed](row)
+            Path(given["--output"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return found
+
+    monkeypatch.setattr(tune, "_run", change)
+    code, out, err = run("--budget", "1024", "--most-excess", "0.5")
+    out_folder = tmp_path / "out"
+    assert (code, rows(out), len(err.splitlines())) == (2, {}, 1)
+    assert err.startswith(
+        f"error: output: got {str(out_folder / 'dense.jsonl')!r} and {str(out_folder / f'{label}.jsonl')!r} of other "
+    )
+    assert not (out_folder / "sparse.yaml").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_engine_too(monkeypatch, tmp_path, number):
     """The evaluation and what it has started ignore the first signal, as an engine that loads a model may."""

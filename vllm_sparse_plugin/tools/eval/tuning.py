@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Column, Table
 
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.noise import MEASURES, Beside, beside
 from vllm_sparse_plugin.tools.eval.report import save_figure
 from vllm_sparse_plugin.tools.eval.results import ResultFile
@@ -69,7 +70,12 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
         dense: results of dense attention.
         again: results of dense attention in other batches, of the same prompts.
         sparse: results of the settings, of the same prompts.
+
+    Raises:
+        ConfigurationError: the prompts, the model or the versions changed between two of the runs.
     """
+    _expect_same(dense, again)
+    _expect_same(dense, sparse)
     results, repeated = ([file.results[item] for item in dense.results] for file in (sparse, again))
     reference = list(dense.results.values())
 
@@ -87,6 +93,25 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
         memory_share=mean("memory_share"),
         seconds=mean("seconds"),
     )
+
+
+def _expect_same(dense: ResultFile, other: ResultFile) -> None:
+    def prompts(file: ResultFile) -> dict[str, str]:
+        return {item: result.digest for item, result in file.results.items()}
+
+    def model(file: ResultFile) -> Any:
+        return (file.settings.get("contents") or {}).get("model")
+
+    same = {
+        "prompts": prompts(dense) == prompts(other),
+        "model": model(dense) == model(other),
+        "versions": dense.settings.get("versions") == other.settings.get("versions"),
+    }
+    if changed := [name for name, is_same in same.items() if not is_same]:
+        raise ConfigurationError(
+            f"output: got {str(dense.path)!r} and {str(other.path)!r} of other {' and '.join(changed)}, allowed: a new "
+            "folder, and inputs that do not change during a run"
+        )
 
 
 def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) -> Candidate | None:
