@@ -254,6 +254,23 @@ def test_another_file_of_the_same_name_is_noticed(run, output, tmp_path):
     assert "made with files {'text.txt': " in refused(run(*ask))
 
 
+def test_a_pipe_whose_contents_a_later_run_cannot_compare_is_refused(run, stub, output, tmp_path):
+    """A pipe is empty after the questions were read: every pipe had the digest of nothing, and questions of another
+    pipe counted as answered."""
+    stub.answer = lambda _: []
+    for count in (400, 500):
+        reader, writer = os.pipe()
+        os.write(writer, (json.dumps({"prompt": "x = 1\n" * count}) + "\n").encode())
+        os.close(writer)
+        pipe = tmp_path / "prompts.jsonl"
+        pipe.unlink(missing_ok=True)
+        pipe.symlink_to(f"/dev/fd/{reader}")
+        sentence = refused(run("--completions", str(pipe), "--scored-tokens", "8"))
+        os.close(reader)
+        assert sentence == f"file: got {str(pipe)!r} (no regular file), allowed: a file that can be read again"
+    assert not stub.requests
+
+
 def test_metrics_of_files_alone_need_their_packages(run, output, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "_EXTRA_OF_FILES", {"no_such_module": "no-such-package"})
     for package in ("rapidfuzz", "rouge", "pytrec_eval", "jieba"):

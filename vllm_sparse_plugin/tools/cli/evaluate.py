@@ -490,7 +490,7 @@ def _digests(paths: Sequence[Path]) -> dict[str, str]:
     """Return a short SHA-256 of each file by file name.
 
     Raises:
-        ConfigurationError: two files have the same name. Items are identified by it.
+        ConfigurationError: two files have the same name, by which items are identified, or a file is a pipe.
     """
     names = [path.name for path in paths]
     for name in names:
@@ -498,4 +498,10 @@ def _digests(paths: Sequence[Path]) -> dict[str, str]:
             raise ConfigurationError(f"file: got the name {name!r}, allowed: names of UTF-8 text")
         if names.count(name) > 1:
             raise ConfigurationError(f"file: got {name} twice, allowed: files of different names")
+    for path in paths:
+        # Its contents are gone when the digest is made, so every pipe would be the same file.
+        if not path.is_file():
+            raise ConfigurationError(
+                f"file: got {str(path)!r} (no regular file), allowed: a file that can be read again"
+            )
     return {path.name: digest_of(path) for path in paths}
