@@ -309,6 +309,18 @@ def test_results_of_other_prompts_or_another_model_are_not_compared(
     assert not (out_folder / "sparse.yaml").exists()
 
 
+def test_other_settings_of_the_engine_hold_for_every_engine(run, evaluations):
+    arguments = {"additional_config": {"other": 1}, "attention_backend": "FLASHINFER"}
+    assert run("--budget", "4096", "--engine-args", json.dumps(arguments))[0] == 0
+    for command in evaluations:
+        given = dict(pairwise(command))
+        found = json.loads(given["--engine-args"]) | (
+            {"additional_config": json.loads(given["--additional-config"])} if "--additional-config" in given else {}
+        )
+        assert found["additional_config"]["other"] == 1
+        assert (KEY in found["additional_config"]) == (given["--label"] == "unique-4096")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_engine_too(monkeypatch, tmp_path, number):
     """The evaluation and what it has started ignore the first signal, as an engine that loads a model may."""
@@ -365,6 +377,15 @@ REFUSED = {
     "backend": (("--attention-backend", "nope"), "attention_backend: got 'nope', allowed: "),
     "budget": (("--budget", "7"), "sparse_attention.selection.budget_tokens: got 7, allowed: "),
     "engine_args": (("--engine-args", "{"), "engine_args: got text that is not JSON"),
+    "a sparse reference": (
+        ("--engine-args", '{"attention_backend": "unique"}'),
+        "engine_args: got attention_backend 'unique', allowed: --attention-backend for settings to try",
+    ),
+    "settings that no engine would get": (
+        ("--engine-args", '{"additional_config": {"sparse_attention": {"first_dense_layers": 2}}}'),
+        "engine_args: got additional_config.sparse_attention, allowed: ",
+    ),
+    "additional_config": (("--engine-args", '{"additional_config": 5}'), "engine_args: got additional_config 5, "),
     "prompts": (("--prompts", "/nowhere"), "prompts: got '/nowhere' (No such file or directory), allowed: "),
 }
 

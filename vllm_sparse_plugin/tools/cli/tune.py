@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +18,7 @@ import yaml
 
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools.arguments import (
     budget_section,
     complete_backend,
@@ -101,11 +102,12 @@ class Setting:
     section: dict[str, Any]
     """Settings of `sparse_attention` besides the backend's preset."""
 
-    def options(self) -> list[str]:
-        """Return the options of `vllm-sparse eval` for this setting."""
+    def options(self, shared: Mapping[str, Any]) -> list[str]:
+        """Return the options of `vllm-sparse eval` for this setting. `shared`: further keys of `additional_config`."""
         if self.backend is None:
             return []
-        return ["--attention-backend", self.backend, "--additional-config", json.dumps({KEY: self.section})]
+        additional = {**shared, KEY: self.section}
+        return ["--attention-backend", self.backend, "--additional-config", json.dumps(additional)]
 
     def preset(self, model: str, about: str) -> str:
         """Return these settings as a file for the key `config` of `sparse_attention`."""
@@ -151,7 +153,7 @@ def tune(
         raise ConfigurationError(f"most_excess: got {most_excess}, allowed: 0 or more, below 1")
     backends = attention_backend or (_SELECTING if minimise == "bytes" else _EVICTING)
     settings = list(_settings(backends, budget))
-    parse_additional_config(engine_args, "engine_args")
+    additional = _shared_config(parse_additional_config(engine_args, "engine_args"))
     read_prompts(prompts)
     name = Path(model).name
     folder = output or Path(f"tune-{name}")
@@ -168,7 +170,7 @@ def tune(
             check_output(path, "output")
         for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
             path = folder / f"{setting.name}.jsonl"
-            options = [*shared, "--engine-args", engine_args, *setting.options()]
+            options = [*shared, "--engine-args", engine_args, *setting.options(additional)]
             with show_progress(console, f"{setting.name}: decoding the prompts in a separate engine"):
                 _evaluate([*options, "--other-batches"] if setting.name == _AGAIN else options, setting.name, path)
             results[setting.name] = read_results(path)
@@ -203,8 +205,8 @@ def tune(
     if chosen.excess.high > most_excess:
         console.print(f"The interval of {chosen.name} reaches above {most}. More prompts would narrow it.")
     print(f"Wrote {preset}. To serve with it:")
-    additional = json.dumps({KEY: {"config": str(preset)}})
-    options = ["--attention-backend", str(setting.backend), "--additional-config", additional]
+    served = json.dumps({**additional, KEY: {"config": str(preset)}})
+    options = ["--attention-backend", str(setting.backend), "--additional-config", served]
     print(f"{serve_command()} {shlex.join([model, *options])}")
 
 
@@ -231,6 +233,27 @@ def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[
             section = {key: {**values, "budget_tokens": tokens}}
             resolve(section, find_preset(name))
             yield Setting(f"{name}-{tokens}", name, section)
+
+
+def _shared_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `additional_config` in arguments of the engine. The option of a setting would replace it.
+
+    Raises:
+        ConfigurationError: the arguments choose sparse attention, which the reference would get, or alone would get.
+    """
+    backend, additional = arguments.get("attention_backend"), arguments.get("additional_config") or {}
+    if str(backend).upper() in BACKENDS:
+        raise ConfigurationError(
+            f"engine_args: got attention_backend {backend!r}, allowed: --attention-backend for settings to try, as "
+            "these arguments also hold for dense attention"
+        )
+    if not isinstance(additional, dict):
+        raise ConfigurationError(f"engine_args: got additional_config {additional!r}, allowed: a JSON object")
+    if KEY in additional:
+        raise ConfigurationError(
+            f"engine_args: got additional_config.{KEY}, allowed: other keys, as each setting to try has its own"
+        )
+    return additional
 
 
 def _evaluate(options: list[str], label: str, path: Path) -> None:
