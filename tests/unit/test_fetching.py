@@ -289,6 +289,30 @@ def test_files_of_somebody_else_stay(index, tmp_path):
 
 
 @pytest.mark.usefixtures("copied")
+def test_files_that_were_put_beside_a_model_stay(tmp_path):
+    """The folder of a damaged model was replaced with everything in it."""
+    folder = fetch_toy(tmp_path / "there" / "toy")
+    (folder / "calibration.yaml").write_text("x")
+    (folder / "model.safetensors").write_bytes(b"HALF")
+    with pytest.raises(
+        ConfigurationError, match=r"^output: got '.*toy' with other files \(calibration\.yaml\), allowed: a new or an "
+    ):
+        fetch_toy(folder)
+    assert (folder / "calibration.yaml").read_text() == "x"
+    (folder / "calibration.yaml").unlink()
+    fetch_toy(folder)
+
+
+@pytest.mark.parametrize("files", [[], {}, 5, None])
+@pytest.mark.usefixtures("copied")
+def test_an_origin_in_another_shape_is_a_damaged_model(files):
+    origin = fetch_toy() / fetching.ORIGIN
+    origin.write_text(json.dumps(json.loads(origin.read_text()) | {"files": files}))
+    assert find_fetched(NAME, origin.parent) is None
+    fetch_toy()
+
+
+@pytest.mark.usefixtures("copied")
 def test_two_processes_do_not_write_one_folder(tmp_path):
     folder = tmp_path / "there" / "toy"
     part = folder.with_name(".toy.part")

@@ -136,12 +136,22 @@ def default_folder(name: str) -> Path:
     return user_cache() / "vllm-sparse" / "models" / name
 
 
-def find_fetched(name: str, folder: Path) -> Origin | None:
-    """Return the origin of a complete model; None if the model is missing or damaged."""
+def _read_origin(folder: Path) -> Origin | None:
+    """Return the contents of a folder's `ORIGIN`; None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
-        pinned = (origin.model, origin.sha256) == (name, MODELS[name].sha256)
-        if pinned and all(sha256_of(folder / file) == digest for file, digest in origin.files.items()):
+        if isinstance(origin.files, dict) and origin.files:
+            return origin
+    return None
+
+
+def find_fetched(name: str, folder: Path) -> Origin | None:
+    """Return the origin of a complete model; None if the model is missing or damaged."""
+    origin = _read_origin(folder)
+    with suppress(OSError, ValueError, TypeError):
+        if origin is None or (origin.model, origin.sha256) != (name, MODELS[name].sha256):
+            return None
+        if all(sha256_of(folder / file) == digest for file, digest in origin.files.items()):
             return origin
     return None
 
@@ -194,6 +204,14 @@ def check_folder(folder: Path) -> None:
         raise ConfigurationError(f"output: got {str(folder)!r} (no folder), allowed: a folder that can be written")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / ORIGIN).is_file():
         raise ConfigurationError(f"output: got {str(folder)!r} with other files, allowed: a new or an empty folder")
+    # The folder of a damaged model is replaced as a whole.
+    if (origin := _read_origin(folder)) and (
+        more := {each.name for each in folder.iterdir()} - {ORIGIN, *origin.files}
+    ):
+        raise ConfigurationError(
+            f"output: got {str(folder)!r} with other files ({', '.join(sorted(more)):.80}), allowed: a new or an empty "
+            "folder, or one with the model alone"
+        )
     if not can_be_made(folder):
         raise ConfigurationError(f"output: got {str(folder)!r} (read-only), {_WRITABLE}")
 
