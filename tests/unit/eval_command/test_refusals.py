@@ -179,3 +179,14 @@ def test_log_probabilities_of_the_forced_choice_and_logits_are_noticed(run, stub
         "the model stub does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs; the "
         "same command continues from here"
     )
+
+
+@pytest.mark.parametrize("positions", [1, 9])
+def test_likeliest_tokens_of_a_part_of_the_positions_are_noticed(run, stub, output, tmp_path, positions):
+    """A comparison of such a file with a whole one ended in a traceback."""
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    stub.predictions = [{5: -0.5}] * positions
+    arguments = ("--text", str(text), "--context", "2048", "--questions", "1", "--scored-tokens", "8")
+    assert refused(run(*arguments), 3).startswith("the model stub did not answer a question (not in the format ")
+    assert read_results(output).results == {}

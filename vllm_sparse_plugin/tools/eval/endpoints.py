@@ -167,6 +167,8 @@ class Server:
             logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
             top = choice.logprobs.top_logprobs or [] if scored and choice.logprobs else []
             predictions = tuple(keep_likely(_by_id(alternatives)) for alternatives in top)
+            if predictions and len(predictions) != len(logprobs):
+                raise ValueError("likeliest tokens of other positions")
         except _FAILURES as error:
             raise EndpointError(f"did not answer a question ({_reason(error)})") from None
         seconds = time.perf_counter() - begin
