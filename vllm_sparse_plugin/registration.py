@@ -122,4 +122,5 @@ def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
         if vllm_config.speculative_config is not None and current_platform.is_cpu():
             compat.mend_rejection_sampling()
             compat.mend_min_tokens()
+            compat.mend_thinking_budgets()
             compat.mend_logprobs_of_tokens()

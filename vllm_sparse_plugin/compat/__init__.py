@@ -28,6 +28,7 @@ from vllm_sparse_plugin.compat.runners import (
     mend_logprobs_of_tokens,
     mend_min_tokens,
     mend_rejection_sampling,
+    mend_thinking_budgets,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "mend_logprobs_of_tokens",
     "mend_min_tokens",
     "mend_rejection_sampling",
+    "mend_thinking_budgets",
     "register_backend_names",
     "run_vllm_cli",
     "untested_vllm",

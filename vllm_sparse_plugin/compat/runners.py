@@ -218,6 +218,72 @@ def mend_min_tokens() -> None:
     setattr(Sampler, "apply_logits_processors", apply_logits_processors)  # noqa: B010
 
 
+def mend_thinking_budgets() -> None:
+    """Lets vLLM's first model runner end thinking at `thinking_token_budget` where a server without drafts does.
+    Idempotent.
+
+    Reason: in a step without drafts every row of the logits was taken for the first, so the end token that a request
+    was forced to have went to another request. Drafts beyond the budget, and right drafts of the end, moved the end.
+    Versions: 0.32, 0.33. Remove when `ThinkingBudgetStateHolder` forces the same tokens with and without drafts.
+    """
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    update, apply = ThinkingBudgetStateHolder.update_state, ThinkingBudgetStateHolder._apply_forcing_to_logits
+    if getattr(update, HOOKED, False):
+        return
+
+    def forced_after(holder: Any, state: dict[str, Any], output: list[int]) -> int | None:
+        """Returns the token that must follow an output; the state has seen the output without its last token."""
+        state.update(output_tok_ids=output, spec_token_ids=[], force_index=[])
+        holder._update_think_state(state)
+        forces = state["in_end"] and state["force_index"] and state["end_count"] < len(holder.think_end_token_ids)
+        return holder.think_end_token_ids[state["end_count"]] if forces else None
+
+    @functools.wraps(update)
+    def update_state(
+        holder: Any,
+        output_token_ids: Sequence[list[int]],
+        spec_token_ids: Sequence[Sequence[int]] | None,
+        repeat_indices: torch.Tensor | None = None,
+    ) -> None:
+        if not holder.in_spec_mode:
+            update(holder, output_token_ids, spec_token_ids, repeat_indices)
+            return
+        for row, state in holder._state.items():
+            if row >= len(output_token_ids):
+                continue
+            output, drafts = output_token_ids[row], spec_token_ids[row] if spec_token_ids else ()
+            for length in range(state.get("seen", len(output)), len(output)):
+                forced_after(holder, state, output[:length])
+            state["seen"] = len(output)
+            # Drafts may be wrong, so only a copy sees them.
+            ahead = dict(state)
+            contexts = ([*output, *drafts[:count]] for count in range(len(drafts) + 1))
+            state["forced"] = [forced_after(holder, ahead, context) for context in contexts]
+
+    @functools.wraps(apply)
+    def apply_forcing(
+        holder: Any, logits: torch.Tensor, predict_bonus_token: bool, spec_token_ids: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        if not holder.in_spec_mode:
+            found: torch.Tensor = apply(holder, logits, predict_bonus_token, spec_token_ids)
+            return found
+        # The rows of drafts come without those of the tokens after them.
+        counts = [len(drafts) for drafts in spec_token_ids]
+        of_drafts = not predict_bonus_token and any(counts)
+        for row, state in holder._state.items():
+            forced = state.get("forced", [])
+            first = sum(counts[:row]) if of_drafts else row
+            for place, token in enumerate(forced[:-1] if of_drafts else forced[-1:], start=first):
+                if token is not None:
+                    logits[place, token] = 1e9
+        return logits
+
+    setattr(update_state, HOOKED, True)
+    setattr(ThinkingBudgetStateHolder, "update_state", update_state)  # noqa: B010
+    setattr(ThinkingBudgetStateHolder, "_apply_forcing_to_logits", apply_forcing)  # noqa: B010
+
+
 def mend_logprobs_of_tokens() -> None:
     """Lets vLLM's first model runner return the log probabilities of `logprob_token_ids` in steps with drafts.
     Idempotent.
