@@ -1,6 +1,7 @@
 """Metrics reach every worker that can publish them, and never stop an engine."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -168,3 +169,30 @@ def test_a_file_has_all_of_its_bytes_on_any_file_system(refused, monkeypatch, tm
     again = live.ReservedFile(tmp_path / "summary_a.db")
     assert [again.read_value(key)[0] for key in keys] == list(range(2000))
     assert len(list(MmapedDict.read_all_values_from_file(str(tmp_path / "summary_a.db")))) == 2000
+
+
+def published(folder: Path) -> dict[str, float]:
+    """Sums and counts in the files of a folder, by name."""
+    found: dict[str, float] = {}
+    for file in folder.glob("*.db"):
+        for key, value, _, _ in MmapedDict.read_all_values_from_file(str(file)):
+            name = json.loads(key)[1]
+            found[name] = found.get(name, 0) + value
+    return found
+
+
+def test_a_forked_worker_writes_a_file_of_its_own(monkeypatch, tmp_path):
+    """A program whose engine has published numbers may start another engine, whose workers are forked."""
+    monkeypatch.setenv(live._OUR_FOLDER, str(tmp_path))
+    live._add("first", "A text.", 1, 1)
+    if (worker := os.fork()) == 0:
+        for _ in range(3):
+            live._add("of_worker", "A text.", 10, 1)
+        os._exit(0)
+    os.waitpid(worker, 0)
+    live._add("second", "A text.", 100, 1)
+    found = published(tmp_path)
+    assert found == {
+        "first_sum": 1, "first_count": 1, "of_worker_sum": 30, "of_worker_count": 3, "second_sum": 100,
+        "second_count": 1,
+    }  # fmt: skip

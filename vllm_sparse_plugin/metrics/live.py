@@ -202,9 +202,10 @@ def _reserve(file: int, begin: int, size: int) -> None:
 
 
 @functools.cache
-def _file(folder: str) -> ReservedFile:
+def _file(folder: str, process: int) -> ReservedFile:
+    """Returns the file of a process. A forked worker inherits the file of its parent, which goes on writing it."""
     # The file name begins with the type of its metrics.
-    return ReservedFile(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db")
+    return ReservedFile(Path(folder) / f"summary_vllm-sparse-{process}.db")
 
 
 class LayerQuality:
@@ -460,7 +461,7 @@ def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[s
         labels: layer and KV head; empty if the metric has no such labels.
     """
     with dropping("they are not published"):
-        file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER])
+        file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER], os.getpid())
         for suffix, added in (("_sum", amount), ("_count", count)):
             key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text)
             value, _ = file.read_value(key)
