@@ -196,3 +196,23 @@ def test_a_forked_worker_writes_a_file_of_its_own(monkeypatch, tmp_path):
         "first_sum": 1, "first_count": 1, "of_worker_sum": 30, "of_worker_count": 3, "second_sum": 100,
         "second_count": 1,
     }  # fmt: skip
+
+
+def test_no_sum_is_published_whose_count_has_no_room(warnings, monkeypatch, tmp_path):
+    monkeypatch.setenv(live._OUR_FOLDER, str(tmp_path))
+    live._add("series", "A text.", 1, 1)
+    room = iter([True])
+
+    def until_full(file: live.ReservedFile, key: str) -> None:
+        if not next(room, False):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        MmapedDict._init_value(file, key)
+
+    monkeypatch.setattr(live.ReservedFile, "_init_value", until_full)
+    for _ in range(3):
+        live._add("other", "A text.", 7, 2)
+        live._add("series", "A text.", 1, 1)
+    found = published(tmp_path)
+    assert (found["series_sum"], found["series_count"]) == (4, 4)
+    assert (found.get("other_sum", 0), found.get("other_count", 0)) == (0, 0)
+    assert len(warnings) == 1

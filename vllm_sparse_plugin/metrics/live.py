@@ -462,7 +462,10 @@ def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[s
     """
     with dropping("they are not published"):
         file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER], os.getpid())
-        for suffix, added in (("_sum", amount), ("_count", count)):
-            key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text)
-            value, _ = file.read_value(key)
-            file.write_value(key, value + added, time.time())
+        sum_key, count_key = (
+            mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text) for suffix in ("_sum", "_count")
+        )
+        # This makes room for both. A sum without its count would grow into a wrong mean.
+        before = {key: file.read_value(key)[0] for key in (sum_key, count_key)}
+        file.write_value(sum_key, before[sum_key] + amount, time.time())
+        file.write_value(count_key, before[count_key] + count, time.time())
