@@ -259,6 +259,23 @@ def test_a_server_counts_positions_where_kernels_count_keys(published):
     assert kept / of_them == 1024 / 4096
 
 
+def test_keys_of_kernels_count_the_positions_of_their_own_steps(published):
+    """Steps that read half of what an eviction keeps come before steps of prompts, then of requests kept whole."""
+    config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}}, "art")
+    reads = live.ContextReads(keys_of_layer(config, config.compaction.retention(), BLOCK), by_length=False)
+    counts = live.DeviceCounts([(0, range(1))], live.READS, 4, torch.device("cpu"))
+    counts.positions_per_key = reads.positions_per_key
+    for left_out in (3072, None, 0, None):
+        # The counts of a step come after its lengths, and are seen by the next step.
+        for _ in range(live.COUNTED_STEPS):
+            if left_out is not None:
+                reads.step(step([1024]), 1, None, None, np.array([left_out]))
+                counts.of_layers[0][0] += torch.tensor([1, 2, 512, 1024])
+            counts.step()
+    steps = live.COUNTED_STEPS
+    assert published["vllm_sparse_kv_read_share"] == (2 * steps * 512, steps * (4096 + 1024))
+
+
 def test_a_request_that_covers_a_share_is_kept_and_not_taken_to_read_everything(published):
     """Of two requests beside compaction, the second one asks for a coverage; lengths do not tell what it reads."""
     config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}, "min_context_tokens": 0}, "unique")

@@ -288,6 +288,8 @@ class DeviceCounts:
         self._steps = 0
         self.positions_per_key: Callable[[], float] = lambda: 1.0
         """See `ContextReads.positions_per_key`."""
+        self._per_key = 1.0
+        """The positions for each key of the copied counts."""
         _COUNTING.add(self)
 
     def totals(self) -> dict[str, tuple[float, int]]:
@@ -312,13 +314,14 @@ class DeviceCounts:
         if self._event is None or self._event.query():
             new = self._copied - self._known
             self._known.copy_(self._copied)
-            per_key = self.positions_per_key()
             for labels, counted in zip(self.labels, new.tolist() if new.any() else (), strict=False):
                 for metric, text, sum_column, count_column, units in self.metrics:
                     if counted[count_column]:
-                        count = counted[count_column] * (per_key if metric == _READ_SHARE else 1)
+                        count = counted[count_column] * (self._per_key if metric == _READ_SHARE else 1)
                         _add(metric, text, counted[sum_column] / units, count, labels)
             self._copied.copy_(self._counts, non_blocking=True)
+            # These counts are published later, when later steps have other positions.
+            self._per_key = self.positions_per_key()
             if self._event is not None:
                 self._event.record()
 
