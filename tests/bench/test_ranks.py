@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from bench.common.continuations import Continuation
 from bench.robustness.deployments.cells import EQUAL, NOT_HERE, ONE_STEP, TIE, Cell
@@ -99,6 +100,25 @@ def test_the_control_is_tried_first_and_allows_its_gap(monkeypatch, tmp_path):
         ("dense", CONTROL, ONE_STEP), ("dense", "unique", ONE_STEP),
         ("experts", CONTROL, ONE_STEP), ("experts", "unique", 0.375),
     ]  # fmt: skip
+
+
+def test_a_control_whose_token_was_not_likely_allows_nothing(monkeypatch, tmp_path):
+    """The log probabilities of a step name its likeliest tokens only, so this gap has no bound."""
+    unlikely = Continuation([7, 6], [{7: -0.1}, {6: -0.7}])
+    monkeypatch.setitem(globals(), "WRONG", unlikely)
+    cell, _ = tried(monkeypatch, tmp_path, wrong=(2,), backend=CONTROL)
+    assert (cell.outcome, cell.parted) == (FAILED, 3)
+    allowed = []
+
+    def try_ranks(name, kind, folder, backend, start_seconds, tie):
+        allowed.append(tie)
+        return cell
+
+    monkeypatch.setattr(command, "try_ranks", try_ranks)
+    monkeypatch.setattr(command, "write_model", lambda *_: None)
+    with pytest.raises(typer.Exit):
+        command.ranks(tmp_path / "ranks.jsonl", ["experts"], ["unique"])
+    assert allowed == [ONE_STEP, ONE_STEP]
 
 
 @pytest.mark.parametrize("backend", ["snapkv", "lossless", "unique"])

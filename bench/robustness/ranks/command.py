@@ -81,7 +81,7 @@ def ranks(
             for name in (CONTROL, *backends):
                 start = time.monotonic()
                 cell = try_ranks(f"{kind}, {name}", kind, folder, name, start_seconds, tie)
-                if name == CONTROL:
+                if name == CONTROL and cell.outcome != FAILED:
                     tie = max(tie, cell.gap or 0.0)
                 cells.append(replace(cell, seconds=round(time.monotonic() - start, 1)))
                 file.write(cells[-1].as_row())
@@ -109,7 +109,7 @@ def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: f
         folder: of the model.
         backend: a key of `SETTINGS`, or `CONTROL`.
         start_seconds: time limit of a server's start.
-        tie: as for `compare`. The answers of `CONTROL` may part anywhere.
+        tie: as for `compare`. The answers of `CONTROL` may part at any likely token.
     """
     if kind == "experts" and not describe_gpu():
         return Cell(name, NOT_HERE, "vLLM's CPU build has no communication between the experts of several engines")
@@ -129,7 +129,8 @@ def try_ranks(name: str, kind: str, folder: Path, backend: str, start_seconds: f
     except ServerError as error:
         open_console().print(str(error), markup=False)
         return Cell(name, FAILED, str(error).splitlines()[0])
-    allowed = math.inf if backend == CONTROL else tie
+    # A gap is infinite if the other token is none of the likeliest. No rival may part so far.
+    allowed = math.nextafter(math.inf, 0) if backend == CONTROL else tie
     cell = compare(name, expected, found, allowed)
     between = compare(name, found[: len(_LENGTHS)], found[len(_LENGTHS) :], allowed)
     if answered != [2 * len(_LENGTHS), len(_LENGTHS)]:
