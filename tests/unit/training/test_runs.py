@@ -146,6 +146,16 @@ def test_a_killed_run_goes_on_where_it_was(model, tmp_path):
         Trainer(run_of(model, straight, SETTINGS.model_copy(update={"seed": 1})), rows(), TOKENIZER, "cpu")
 
 
+@pytest.mark.parametrize(("rank", "rate"), [(2, 1e-3), (0, 3e-4)])
+def test_a_run_keeps_the_rate_that_it_began_with(model, tmp_path, rank, rate):
+    """Another version may have another default."""
+    chosen = SETTINGS.model_copy(update={"lora_rank": rank, "learning_rate": None})
+    same = SETTINGS.model_copy(update={"lora_rank": rank, "learning_rate": rate})
+    identity = run_of(model, tmp_path, chosen).identity
+    assert identity["settings"]["learning_rate"] == rate
+    assert identity == run_of(model, tmp_path, same).identity
+
+
 def test_a_run_does_not_go_on_with_another_base_model(model, tmp_path):
     half_of_a_run(model, tmp_path / "out")
     log = (tmp_path / "out" / LOG).read_text()

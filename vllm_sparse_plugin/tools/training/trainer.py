@@ -67,7 +67,8 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """Values that must not change. The kept share of the original weights may change: it applies when the model is
         written."""
-        settings = self.settings.model_dump(exclude={"kept_share"})
+        # The default rate may change between versions, and a run must not continue with another one.
+        settings = self.settings.model_dump(exclude={"kept_share"}) | {"learning_rate": self.settings.peak_rate}
         model = fingerprint(self.model)
         return {"model": model, "settings": settings, "sparse_attention": self.section, "data": self.data}
 
