@@ -16,7 +16,7 @@ STEPS = {
     "`unique_offload`, room for all pages": FOLDER / "copies_100.jsonl",
     "`unique_offload`, `hot_pages` 4": FOLDER / "copies_4.jsonl",
     "`unique_offload`, `hot_pages` 0": FOLDER / "no_copies.jsonl",
-    "`unique_offload`, `hot_pages` 0, 512 tokens": FOLDER / "no_hits.jsonl",
+    "`unique_offload`, `hot_pages` 0, 512 tokens, noise": FOLDER / "no_hits.jsonl",
 }
 """Result files of decode steps."""
 FIRST_TOKENS = {
