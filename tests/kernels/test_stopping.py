@@ -81,6 +81,39 @@ def test_stops_where_the_paper_does(implementation, heads, group, size, page_siz
     assert (found == batch.num_pages[:, None]).any(), "nothing went on to the end"
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+def test_the_error_of_a_stop_is_within_the_papers_bounds(implementation):
+    """Theorems 1 and 2. Each uses the smallest constants with which its assumptions hold."""
+    batch = make_batch(CONTEXTS, 2, 64)
+    query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
+    found = count(implementation, batch, query, pages, RULE)
+    softmax, probe = Softmax(0.125), probe_elements(64)
+    outputs = reference.partial_outputs(batch.tokens(query), batch.cache, pages, softmax, RULE.block_tokens)
+    tightest, per_block = math.inf, RULE.block_tokens // batch.page_size
+    for request, head in (found < batch.num_pages[:, None]).nonzero().tolist():
+        stop, last = int(found[request, head]) // per_block, -(-int(batch.num_pages[request]) // per_block)
+        keys, values = batch.keys[request][:, head].double(), batch.values[request][:, head].double()
+        for o, one in zip(outputs[request, head, :last].unbind(1), query[request, head].double(), strict=True):
+            weights = (keys @ one * 0.125).exp()
+            complete = len(weights) // batch.page_size * batch.page_size
+            mass = torch.stack([part.sum() for part in weights[:complete].flip(0).split(RULE.block_tokens)])
+            total = weights[complete:].sum() + mass.cumsum(0)
+            first = stop - RULE.patience + 1
+            steps = torch.arange(first, last + 1, dtype=torch.float64)
+            share = (mass / total)[first - 1 :]
+            mu = float((steps * share).max())
+            moved = o[first - 1 :] - torch.cat([o[first - 2 : first - 1], o[first - 1 : -1]])
+            seen = moved[:, probe].norm(dim=-1)
+            nu = float((seen / moved.norm(dim=-1)).min())
+            ahead = seen / share
+            by_probe = (RULE.scale_tolerance / share[0] + (ahead - ahead[0]).max()) * mu / nu
+            by_values = 2 * mu * values.norm(dim=-1).max()
+            bound = float(min(by_probe, by_values)) * math.log(last / stop)
+            assert float((o[-1] - o[stop - 1]).norm()) <= bound * (1 + 1e-4)
+            tightest = min(tightest, bound / float(2 * values.norm(dim=-1).max()))
+    assert tightest < 0.1, "every bound allows nearly any error"
+
+
 CHANGES = {
     "scale": {"scale_tolerance": 0.01},
     "direction": {"direction_tolerance": 1e-6},
