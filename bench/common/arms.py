@@ -11,8 +11,10 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
 BEFORE = "before"
 """The arm that is not trained."""
-PLAIN, SIGNED = "{:.3f} [{:.3f}, {:.3f}]", "{:+.3f} [{:+.3f}, {:+.3f}]"
-"""Forms of a value or a difference, and its interval."""
+PLAIN, SIGNED = "{:.3f}", "{:+.3f}"
+"""Forms of a value and of a difference."""
+RECIPE_HEADINGS = ("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before")
+"""Columns of `recipe_lines`."""
 QUESTIONS, TEXT, POSITIONS = "questions", "text", "positions"
 """Parts of a result: scores of questions, losses of the ends of texts, and losses of texts by position."""
 
@@ -63,9 +65,6 @@ def recipe_of(row: Row) -> Recipe | str:
     return BEFORE if row["arm"] == BEFORE else Recipe(row["lora_rank"], row["learning_rate"], row["steps"])
 
 
-RECIPE_HEADINGS = ("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before")
-
-
 def recipe_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return the quality of each recipe, with the columns of `RECIPE_HEADINGS`."""
     measured, lines = [row for row in rows if row.get("part")], []
@@ -76,20 +75,18 @@ def recipe_lines(rows: Sequence[Row]) -> list[list[str]]:
         names = ["before", "", ""] if isinstance(recipe, str) else [str(each) for each in recipe]
         for cell in dict.fromkeys(cell for cell in found[1][0] if (cell.arm == BEFORE) == (recipe == BEFORE)):
             budget = "dense" if cell.budget_tokens is None else str(cell.budget_tokens)
-            shown = [
-                interval_text(estimate_amount(items[cell]), form) if cell in items else "" for items, form in found
-            ]
-            lines.append([*names, budget, *shown])
+            lines.append([*names, budget, *(mean_text(items.get(cell), form) for items, form in found)])
     return lines
 
 
-def _shown(values: list[float] | None, form: str) -> str:
-    return "" if values is None else interval_text(estimate_amount(values), form)
+def mean_text(values: list[float] | None, form: str) -> str:
+    """Return the mean of values and its interval, each in a form such as `PLAIN`; empty without values."""
+    return estimate_text(estimate_amount(values), form) if values else ""
 
 
-def interval_text(found: Estimate, form: str) -> str:
-    """Return a value and its interval; `form` has three places."""
-    return form.format(found.value, found.low, found.high)
+def estimate_text(found: Estimate, form: str) -> str:
+    """Return a value and its interval, each in a form such as `PLAIN`."""
+    return f"{form.format(found.value)} [{form.format(found.low)}, {form.format(found.high)}]"
 
 
 def weights_text(lora_rank: int) -> str:

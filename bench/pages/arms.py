@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bench.common.arms import (
     BEFORE,
+    PLAIN,
     RECIPE_HEADINGS,
+    SIGNED,
     Cell,
     Items,
     changes,
+    estimate_text,
     losses,
+    mean_text,
     questions,
     recipe_lines,
     weights_text,
@@ -56,11 +60,11 @@ def arms() -> Block:
     if not files:
         return Block(_NOTHING)
     rows, budget = read_rows(files), _trained_budget(files)
-    found = [(questions(rows), "{:.3f}"), (losses(rows), "{:+.3f}"), (changes(rows), "{:+.1%}")]
+    found = [(questions(rows), PLAIN), (losses(rows), SIGNED), (changes(rows), "{:+.1%}")]
     columns = [(0, None), (0, _WIDE), (0, budget), (1, None), (1, budget), (2, budget)]
     lines = []
     for arm, rank in dict.fromkeys((cell.arm, cell.lora_rank) for cell in found[1][0]):
-        cells = [_shown(found[part], Cell(arm, rank, tokens)) for part, tokens in columns]
+        cells = [mean_text(found[part][0].get(Cell(arm, rank, tokens)), found[part][1]) for part, tokens in columns]
         lines.append([arm, "" if arm == BEFORE else weights_text(rank), *cells])
     headings = [
         "arm", "weights", "RULER, dense", f"{_WIDE} tokens", f"{budget} tokens", "nats of text, dense",
@@ -177,14 +181,4 @@ def _minus(items: Items, first: Cell, second: Cell) -> Estimate:
 
 def _judged(difference: Estimate) -> list[str]:
     verdict = "confirmed" if difference.low > 0 else "refuted" if difference.high < 0 else "open"
-    return [_interval(difference, "{:+.3f}"), verdict]
-
-
-def _shown(found: tuple[Items, str], cell: Cell) -> str:
-    items, form = found
-    return _interval(estimate_amount(items[cell]), form) if cell in items else ""
-
-
-def _interval(estimate: Estimate, form: str) -> str:
-    low, high = form.format(estimate.low), form.format(estimate.high)
-    return f"{form.format(estimate.value)} [{low}, {high}]"
+    return [estimate_text(difference, SIGNED), verdict]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.common.arms import POSITIONS, QUESTIONS, longer_parts
+from bench.common.arms import PLAIN, POSITIONS, QUESTIONS, longer_parts, mean_text
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, read_rows
-from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
 FOLDER = RESULTS / "h100" / "training-longer"
 _NOTHING = "Nothing has been measured on a GPU yet."
@@ -31,14 +30,7 @@ def longer() -> Block:
     for part, title in _TITLES.items():
         for column in dict.fromkeys(column for _, column in parts[part]):
             found = (parts[part].get((arm, column)) for arm in arms)
-            lines.append([f"{title}, {column}", *map(_shown, found)])
+            lines.append([f"{title}, {column}", *(mean_text(values, PLAIN) for values in found)])
     sizes = [f"{row['bytes'] / 1e6:.1f} MB" for row in rows if row.get("part") == "update"]
     text = f"\n\nThe update has {sizes[-1]}." if sizes else ""
     return Block(table(["", *(f"`{arm}`" for arm in arms)], lines) + text, files)
-
-
-def _shown(values: list[float] | None) -> str:
-    if values is None:
-        return ""
-    found = estimate_amount(values)
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -17,16 +17,15 @@ from bench.common.arms import (
     Cell,
     Items,
     changes,
-    interval_text,
     longer_parts,
     losses,
+    mean_text,
     questions,
     recipe_lines,
     weights_text,
 )
 from bench.common.results import Row
 from research.training.evaluate import SCORED
-from vllm_sparse_plugin.tools.eval.statistics import estimate_amount
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -47,12 +46,7 @@ def _table(title: str, items: Items, form: str) -> Table:
     budgets = list(dict.fromkeys(cell.budget_tokens for cell in items))
     table = Table("arm", "weights", *("dense" if budget is None else str(budget) for budget in budgets), title=title)
     for arm, rank in dict.fromkeys((cell.arm, cell.lora_rank) for cell in items):
-        cells = []
-        for budget in budgets:
-            if values := items.get(Cell(arm, rank, budget)):
-                cells.append(interval_text(estimate_amount(values), form))
-            else:
-                cells.append("")
+        cells = (mean_text(items.get(Cell(arm, rank, budget)), form) for budget in budgets)
         table.add_row(arm, "" if arm == BEFORE else weights_text(rank), *cells)
     return table
 
@@ -80,6 +74,5 @@ def _by_arm(title: str, values: Mapping[tuple[str, str], list[float]]) -> Table:
     arms, columns = (list(dict.fromkeys(key[place] for key in values)) for place in (0, 1))
     table = Table("", *arms, title=title)
     for column in columns:
-        found = [estimate_amount(values[arm, column]) if (arm, column) in values else None for arm in arms]
-        table.add_row(column, *("" if each is None else interval_text(each, PLAIN) for each in found))
+        table.add_row(column, *(mean_text(values.get((arm, column)), PLAIN) for arm in arms))
     return table
