@@ -65,13 +65,20 @@ def recipe_of(row: Row) -> Recipe | str:
     return BEFORE if row["arm"] == BEFORE else Recipe(row["lora_rank"], row["learning_rate"], row["steps"])
 
 
+def by_recipe(rows: Sequence[Row]) -> dict[Recipe | str, list[Row]]:
+    """Return the measured rows of each recipe."""
+    found: dict[Recipe | str, list[Row]] = {}
+    for row in rows:
+        if row.get("part"):
+            found.setdefault(recipe_of(row), []).append(row)
+    return found
+
+
 def recipe_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return the quality of each recipe, with the columns of `RECIPE_HEADINGS`."""
-    measured, lines = [row for row in rows if row.get("part")], []
-    before = [row for row in measured if recipe_of(row) == BEFORE]
-    for recipe in dict.fromkeys(map(recipe_of, measured)):
-        of_recipe = [row for row in measured if recipe_of(row) == recipe]
-        found = (questions(of_recipe), PLAIN), (losses([*before, *of_recipe]), SIGNED)
+    recipes, lines = by_recipe(rows), []
+    for recipe, measured in recipes.items():
+        found = (questions(measured), PLAIN), (losses([*recipes.get(BEFORE, []), *measured]), SIGNED)
         names = ["before", "", ""] if isinstance(recipe, str) else [str(each) for each in recipe]
         for cell in dict.fromkeys(cell for cell in found[1][0] if (cell.arm == BEFORE) == (recipe == BEFORE)):
             budget = "dense" if cell.budget_tokens is None else str(cell.budget_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,8 @@ from bench.common.arms import (
     SIGNED,
     Cell,
     Items,
+    Recipe,
+    by_recipe,
     changes,
     estimate_text,
     losses,
@@ -23,7 +26,7 @@ from bench.common.arms import (
 )
 from bench.common.options import size_text
 from bench.common.pages import Block, table
-from bench.common.results import RESULTS, read_rows, read_run
+from bench.common.results import RESULTS, Row, read_rows, read_run
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
 if TYPE_CHECKING:
@@ -115,7 +118,38 @@ def _claims(rank: int, budget: int) -> list[_Claim]:
 def recipes() -> Block:
     """RULER and the loss of text after trainings of other ranks, rates and steps; empty if not measured."""
     files = sorted(RECIPES.glob("*.jsonl"))
-    return Block(table(RECIPE_HEADINGS, recipe_lines(read_rows(files))) if files else "", files)
+    if not files:
+        return Block("")
+    rows = read_rows(files)
+    headings = ["rank", "rate", "steps", "nats of text, dense", f"{_trained_budget(files)} tokens"]
+    return Block("\n\n".join([
+        table(RECIPE_HEADINGS, recipe_lines(rows)),
+        "Recipes that differ in one setting, the second minus the first, paired by text; less is better:",
+        table(headings, _differences(rows, _trained_budget(files))),
+    ]), files)  # fmt: skip
+
+
+def _differences(rows: Sequence[Row], budget: int) -> list[list[str]]:
+    """The loss of each recipe minus that of one with another rank, rate or number of steps."""
+    measured, lines = by_recipe(rows), []
+    nats = {
+        recipe: {cell.budget_tokens: values for cell, values in found.items() if cell.arm != BEFORE}
+        for recipe, found in ((each, losses([*measured[BEFORE], *measured[each]])) for each in measured)
+        if isinstance(recipe, Recipe)
+    }
+    for first, second in combinations(nats, 2):
+        changed = [one != other for one, other in zip(first, second, strict=True)]
+        if sum(changed) == 1:
+            names = [
+                f"{one} to {other}" if is_changed else f"{one}"
+                for one, other, is_changed in zip(first, second, changed, strict=True)
+            ]
+            cells = [
+                mean_text([b - a for a, b in zip(nats[first][tokens], nats[second][tokens], strict=True)], SIGNED)
+                for tokens in (None, budget)
+            ]
+            lines.append([*names, *cells])
+    return lines
 
 
 def drafts() -> Block:

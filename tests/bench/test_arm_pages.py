@@ -158,3 +158,45 @@ def test_gates_are_compared_by_document(tmp_path, monkeypatch):
         # A run that is out of time has read fewer texts than it was asked for.
         f"Held-out texts and questions: {ABOUT['model']} read 2 of code.",
     ]
+
+
+def test_recipes_that_differ_in_one_setting_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "RECIPES", tmp_path)
+    recipes = None, (16, 3e-4, 25), (16, 1e-3, 25), (64, 1e-3, 50)
+    rows = []
+    for place, recipe in enumerate(recipes):
+        about = {"arm": "before" if recipe is None else "hard", "seed": 0, "lora_rank": 0}
+        if recipe is not None:
+            about |= dict(zip(("lora_rank", "learning_rate", "steps"), recipe, strict=True))
+        for budget in (None, 64):
+            losses_of = [2.0 - place / 4, 3.0 - place / 4] if budget else [1.0, 2.0]
+            rows += [
+                about | {"part": "text", "text": "code", "budget_tokens": budget, "losses": losses_of},
+                about
+                | {"part": "questions", "task": "a", "context_tokens": 4096, "budget_tokens": budget, "scores": [1.0]},
+            ]
+        rows.append(about | {"step": 0, "served_loss": 9.0})
+    (tmp_path / "model.jsonl").write_text("\n".join(map(json.dumps, [ABOUT | {"budget_tokens": 64}, *rows])))
+    first, _, second = arms.recipes().text.split("\n\n")
+    lines = [[cell.strip().partition(" [")[0] for cell in line.split("|")[1:-1]] for line in first.splitlines()[2:]]
+    assert lines[:3] == [
+        ["before", "", "", "dense", "1.000", "+0.000"], ["before", "", "", "64", "1.000", "+1.000"],
+        ["16", "0.0003", "25", "dense", "1.000", "+0.000"],
+    ]  # fmt: skip
+    assert [line[-1] for line in lines[3::2]] == ["+0.750", "+0.500", "+0.250"]
+    (line,) = second.splitlines()[2:]
+    cells = [cell.strip().partition(" [")[0] for cell in line.split("|")[1:-1]]
+    assert cells == ["16", "0.0003 to 0.001", "25", "+0.000", "-0.250"]
+
+
+def test_drafts_before_and_after_a_training_are_shares_of_the_drafted(tmp_path, monkeypatch):
+    paths = tuple(tmp_path / f"{name}.jsonl" for name in ("before", "after"))
+    monkeypatch.setattr(arms, "DRAFTS", paths)
+    for path, accepted in zip(paths, (60, 75), strict=True):
+        about = {"kind": "code", "context_tokens": 4096}
+        rows = [
+            about | {"budget_tokens": None, "drafted": 0, "accepted": 0},
+            about | {"budget_tokens": 128, "drafted": 100, "accepted": accepted},
+        ]
+        path.write_text("\n".join(map(json.dumps, [ABOUT, *rows])))
+    assert arms.drafts().text.splitlines()[2:] == ["| 128 | code | 4K | 0.600 | 0.750 |"]
