@@ -158,11 +158,11 @@ DECODE_OPS = (
 )  # fmt: skip
 OPS = (
     "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
-    "whole", "verify", "prefill",
+    "whole", "verify", "prefill", "tokens",
 )  # fmt: skip
 """Most important first, so that an interrupted run has these."""
 _OF_ONE_GROUP = (
-    "route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "whole", "verify", "prefill",
+    "route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "whole", "verify", "prefill", "tokens",
 )  # fmt: skip
 """Operations that are measured only with the first group size."""
 _VERIFIED_TOKENS = (9, 5, 3)
@@ -184,6 +184,8 @@ class Grid:
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
     prompts: Sequence[int] = (131072, 32768)
     chunks: Sequence[int] = (8192, 2048)
+    whole_prompts: Sequence[int] = (16384, 32768)
+    """Prompts in one chunk, as ZipVL takes them."""
 
     def plan(self) -> list[tuple[str, Case]]:
         """Operations and cases in the order of measurement.
@@ -202,6 +204,8 @@ class Grid:
                     plan += [(op, TopKCase(rows, pages)) for rows in self.rows for pages in self.pages]
                 elif op == "prefill":
                     plan += [(op, PrefillCase(*each, group)) for each in product(self.prompts, self.chunks)]
+                elif op == "tokens":
+                    plan += [(op, PrefillCase(tokens, tokens, group)) for tokens in self.whole_prompts]
                 else:
                     cases, counts = (
                         self._decode_cases(group, first_format),

@@ -14,7 +14,7 @@ from sparse_kernels.limits import MAX_K
 from sparse_kernels.page_statistics import STATISTICS_FORMATS
 from sparse_kernels.stopping import StopRule
 
-from bench.kernels import calls, checks, prefill, rivals, traffic
+from bench.kernels import calls, checks, prefill, rivals, token_prefill, traffic
 from bench.kernels.calls import Call, imported
 from bench.kernels.cases import Case, DecodeCase, Geometry, Statistics
 from bench.kernels.workload import DecodeInputs, PrefillInputs, Workload
@@ -94,6 +94,14 @@ _NOT_ROUTED: Provider[DecodeInputs] = Provider(
     traffic.dense,
 )
 
+_FLASH_ATTENTION_PREFILL: Provider[PrefillInputs] = Provider(
+    "FlashAttention 3",
+    rivals.load_flash_attention,
+    lambda loaded, inputs: prefill.dense(loaded[0], inputs),
+    prefill.check_dense,
+    traffic.dense_prefill,
+)
+
 _PREFILL: tuple[Provider[PrefillInputs], ...] = (
     Provider(
         f"unique, density {prefill.DENSITY}",
@@ -102,13 +110,7 @@ _PREFILL: tuple[Provider[PrefillInputs], ...] = (
         prefill.check_whole,
         traffic.sparse_prefill,
     ),
-    Provider(
-        "FlashAttention 3",
-        rivals.load_flash_attention,
-        lambda loaded, inputs: prefill.dense(loaded[0], inputs),
-        prefill.check_dense,
-        traffic.dense_prefill,
-    ),
+    _FLASH_ATTENTION_PREFILL,
     Provider(
         f"unique, density {prefill.SPARSER}",
         rivals.load_sparse_prefill,
@@ -150,6 +152,34 @@ _PREFILL: tuple[Provider[PrefillInputs], ...] = (
         lambda _, inputs: prefill.launches(inputs).regrouped,
         prefill.check_regrouped,
         traffic.prefill_regrouping,
+    ),
+)
+
+_TOKEN_PREFILL: tuple[Provider[PrefillInputs], ...] = (
+    *(
+        Provider(
+            name,
+            token_prefill.load_attention,
+            partial(token_prefill.whole, rule=rule),
+            partial(token_prefill.check_whole, rule=rule),
+            traffic.dense_prefill,
+        )
+        for name, rule in (("zipvl", token_prefill.ALL_ATTEND), ("zipvl_paper", token_prefill.PUBLISHED))
+    ),
+    _FLASH_ATTENTION_PREFILL,
+    Provider(
+        "part: probe",
+        token_prefill.load_kernels,
+        lambda _, inputs: token_prefill.probing(inputs),
+        token_prefill.check_sums,
+        traffic.probe,
+    ),
+    Provider(
+        "part: choice",
+        token_prefill.load_kernels,
+        lambda _, inputs: token_prefill.choosing(inputs),
+        token_prefill.check_choice,
+        traffic.token_choice,
     ),
 )
 
@@ -388,5 +418,6 @@ PROVIDERS: dict[str, Op[Any]] = {
         ),
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),
+    "tokens": Op(Workload.prefill_inputs, _TOKEN_PREFILL),
 }
 """Every operation and its providers."""

@@ -10,6 +10,7 @@ from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, STRIPE
 from bench.kernels.cases import DecodeCase, Geometry, PrefillCase, TopKCase
 
 _BF16 = 2
+_F32 = 4
 
 
 def _token_bytes(geometry: Geometry) -> int:
@@ -153,3 +154,13 @@ def prefill_scores(case: PrefillCase, geometry: Geometry) -> int:
 def prefill_choice(case: PrefillCase, geometry: Geometry) -> int:
     """Scores in. The page numbers out are negligible."""
     return _past_scores(case, geometry)
+
+
+def probe(case: PrefillCase, geometry: Geometry) -> int:
+    """Keys in, a float32 sum per token out. The probe rows are negligible."""
+    return case.context * (_token_bytes(geometry) // 2 + _F32)
+
+
+def token_choice(case: PrefillCase, geometry: Geometry) -> int:
+    """Sums in, 32-bit positions out."""
+    return case.context * 2 * _F32

@@ -17,7 +17,7 @@ import typer
 
 from bench.common.console import print_tables
 from bench.common.results import ResultFile
-from research.real import adaptive, decode, pages, prefill, reuse, routing, rules, selection, sinks
+from research.real import adaptive, contributions, decode, pages, prefill, reuse, routing, rules, selection, sinks
 from research.real.answers import measure_answers
 from research.real.model import Llama
 from research.real.report import tables
@@ -29,7 +29,7 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 STUDIES = ("answers", "prefill", "routing", "pages", "decode", "reuse", "sinks")
 """Studies that run by default. They read everything in each layer."""
-SELECTION, ADAPTIVE = "selection", "adaptive"
+SELECTION, ADAPTIVE, CONTRIBUTIONS = "selection", "adaptive", "contributions"
 """Studies that run if they are named."""
 PROSE, CODE = "prose", "code"
 PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
@@ -102,7 +102,7 @@ def run(
 ) -> None:
     """Measure arms and write each result at once. Exit code 3 if time runs out."""
     end = time.monotonic() + time_limit
-    studies, chosen = _names("study", study, (*STUDIES, SELECTION, ADAPTIVE)), choose_arms(arms)
+    studies, chosen = _names("study", study, (*STUDIES, SELECTION, ADAPTIVE, CONTRIBUTIONS)), choose_arms(arms)
     if dtype not in ("bfloat16", "float32"):
         raise ConfigurationError(f"dtype: got {dtype!r}, allowed: bfloat16, float32")
     loaded = Llama.load(model, device, getattr(torch, dtype))
@@ -141,6 +141,7 @@ def run(
         ADAPTIVE: lambda: adaptive.measure_adaptive(
             adaptive.Reader(loaded, text_of, end_tokens, longest), exact, measured, asked, chosen[ADAPTIVE]
         ),
+        CONTRIBUTIONS: lambda: contributions.measure_contributions(loaded, measured),
         SELECTION: lambda: selection.measure_selection(
             loaded, _first(written, texts), chosen[SELECTION], [int(each) for each in prefixes.split(",") if each]
         ),
@@ -177,7 +178,7 @@ def choose_arms(arms: str) -> dict[str, list[str]]:
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
         "pages": PAGE_ARMS, "decode": DECODE_ARMS, "reuse": REUSE_ARMS, "sinks": sinks.ARMS,
-        SELECTION: selection.ARMS, ADAPTIVE: tuple(adaptive.ARMS),
+        SELECTION: selection.ARMS, ADAPTIVE: tuple(adaptive.ARMS), CONTRIBUTIONS: ("layer",),
     }  # fmt: skip
     names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
     return {study: [name for name in each if names is None or name in names] for study, each in known.items()}

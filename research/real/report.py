@@ -22,6 +22,7 @@ def tables(rows: Rows) -> Iterator[Table]:
     makers: dict[str, Callable[[Rows], list[Table]]] = {
         "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
         "reuse": _reuse, "sinks": _sinks, "selection": _selection, "adaptive": _adaptive,
+        "contributions": _contributions,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -167,6 +168,16 @@ def _sinks(rows: Rows) -> list[Table]:
     for place, group in _groups([row for row in rows if "nats" in row], "context_tokens", "arm").items():
         table.add_row(*map(str, place), f"{_mean(row['nats'] for row in group):.3f}")
     return [*made, table]
+
+
+def _contributions(rows: Rows) -> list[Table]:
+    columns = "missed", "missed_output", "weight_error", "contribution_error"
+    table = Table(title="Best tokens by weight and by contribution")
+    for column in ("context", "kind", "tokens", *columns):
+        table.add_column(column, no_wrap=True)
+    for place, group in _groups(rows, "context_tokens", "kind", "tokens").items():
+        table.add_row(*map(str, place), *(f"{_mean(row[column] for row in group):.3f}" for column in columns))
+    return [table]
 
 
 def _selection(rows: Rows) -> list[Table]:

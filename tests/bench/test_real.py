@@ -10,7 +10,7 @@ from sparse_kernels.page_statistics.codes import Codes
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
-from research.real import adaptive, decode, pages, prefill, reuse, routing, rules, sinks
+from research.real import adaptive, contributions, decode, pages, prefill, reuse, routing, rules, sinks
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, masked_attention, read, window_attention
@@ -412,6 +412,34 @@ def test_an_observer_describes_the_first_token_of_dense_attention(model, text, m
     assert level["mass"] == pytest.approx(sum(row["mass"] for row in observer.layers) / LAYERS, rel=1e-3)
 
 
+def test_orders_by_weight_and_by_contribution_are_compared():
+    weights = torch.tensor([0.5, 0.3, 0.2, 0.0]).view(1, 1, 1, 4)
+    values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 0.0], [9.0, 9.0]])[None]
+    written = weights * values.norm(dim=-1)[:, None, None]
+    found = contributions.compare(weights, written, values, 2)
+    # By weight: tokens 0 and 1. By contribution .5, .3, .8, 0: tokens 2 and 0. All: (1.3, .3).
+    whole = torch.tensor([1.3, 0.3])
+    by_weight, by_contribution = torch.tensor([0.5 / 0.8, 0.3 / 0.8]), torch.tensor([1.3 / 0.7, 0.0])
+    assert found["missed"] == 0.5
+    assert found["missed_output"] == pytest.approx(0.8 / 1.6)
+    assert found["weight_error"] == pytest.approx(((by_weight - whole).norm() / whole.norm()).item(), abs=1e-4)
+    assert found["contribution_error"] == pytest.approx(
+        ((by_contribution - whole).norm() / whole.norm()).item(), abs=1e-4
+    )
+
+
+def test_contributions_are_those_of_every_layer(model, text):
+    rows = list(contributions.measure_contributions(model, [text]))
+    assert [(row["layer"], row["tokens"]) for row in rows] == [
+        (layer, count) for layer in range(LAYERS) for count in contributions.COUNTS if count < TOKENS
+    ]
+    for fewer, more in zip(rows[::2], rows[1::2], strict=True):
+        assert 0 <= fewer["missed"] < 1
+        assert fewer["weight_error"] >= more["weight_error"] >= 0
+        assert fewer["contribution_error"] >= more["contribution_error"] >= 0
+    assert rows[0]["weight_error"] > 0
+
+
 def test_losses_are_those_of_tokens_beyond_the_window(model, text, monkeypatch):
     monkeypatch.setattr(sinks, "WINDOW_TOKENS", 40)
     nats = {row["arm"]: row["nats"] for row in sinks.measure_sinks(model, [text], sinks.ARMS, 3) if "nats" in row}
@@ -453,6 +481,7 @@ def test_names_choose_arms():
         "sinks": [],
         "selection": [],
         "adaptive": [],
+        "contributions": [],
     }
     assert choose_arms("")["answers"] == list(RULES)
     with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
@@ -496,9 +525,10 @@ def test_tables_of_all_studies(model, question, text, monkeypatch):
         *decode.measure_decode(model, model, [text], ["mean8"], ["max"], [2], [0]),
         *reuse.measure_reuse(model, model, [text], [text], ["mean8"], [2]),
         *sinks.measure_sinks(model, [text], sinks.ARMS, 0),
+        *contributions.measure_contributions(model, [text]),
     ]  # fmt: skip
     rows = json.loads(json.dumps(rows))
     assert {row["arm"] for row in rows if "survive" in row} == set(RULES)
     assert [table.title.split()[0] for table in tables(rows)] == [
-        "RULER", "Prefill", "Skipped", "Weight", "Decode", "Decode", "First", "Weights", "Loss",
+        "RULER", "Prefill", "Skipped", "Weight", "Decode", "Decode", "First", "Weights", "Loss", "Best",
     ]  # fmt: skip

@@ -1,0 +1,168 @@
+"""ZipVL's prefill: calls and checks of the whole and of its parts. A prompt is one chunk.
+
+Keys and queries are random, so the attention says nothing about how many tokens are important. A fixed share is kept,
+that of the paper's Table 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+import torch
+from sparse_kernels.batch import PrefillBatch
+from sparse_kernels.token_prefill import (
+    KeptTokens,
+    ListedAttention,
+    PrefillSizes,
+    Scratch,
+    TokenRule,
+    draw_probes,
+    token_prefill,
+)
+from sparse_kernels.token_prefill.reference import attend_all, attend_kept, column_sums
+from sparse_kernels.token_prefill.tokens import choose_tokens
+
+from bench.kernels.calls import imported
+from bench.kernels.checks import Calls, CheckError, require_close
+from bench.kernels.workload import PrefillInputs
+
+KEPT = 0.421
+"""Share of the tokens that is kept."""
+ALL_ATTEND = TokenRule(fixed_ratio=KEPT)
+"""`zipvl`."""
+PUBLISHED = TokenRule(fixed_ratio=KEPT, others="zero", sink_tokens=0)
+"""`zipvl_paper`."""
+_SUM_ERROR = 1e-2
+"""Relative to the largest sum. Weights are products of bfloat16 numbers."""
+
+
+def load_kernels() -> ModuleType:
+    """The kernels of ZipVL's prefill."""
+    return import_module("sparse_kernels.token_prefill.triton")
+
+
+def load_attention() -> Callable[[ListedAttention], None]:
+    """FlashAttention 3 over lists of tokens, as the backends call it. Imports the kernels, too."""
+    load_kernels()
+    (attend,) = imported("vllm_sparse_plugin.attention.cuda.flash:attend_listed")()
+    return cast("Callable[[ListedAttention], None]", attend)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a prefill. An engine draws the probe rows once per step, and its layers share the scratch."""
+
+    inputs: PrefillInputs
+    rule: TokenRule
+
+    @cached_property
+    def batch(self) -> PrefillBatch:
+        """The prompt with its queries."""
+        return self.inputs.batch
+
+    @cached_property
+    def probes(self) -> torch.Tensor:
+        """The probe rows."""
+        return draw_probes(self.batch, self.rule)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """Memory of the launches."""
+        query, case = self.inputs.query, self.inputs.case
+        sizes = PrefillSizes(case.chunk, 1, case.context, *query.shape[1:])
+        return Scratch.make(sizes, self.rule, query.dtype, query.dtype, query.device)
+
+    def sums(self) -> torch.Tensor:
+        """Attention of the probe rows on each token, in the scratch."""
+        found: torch.Tensor = load_kernels().launch_sums(
+            self.batch, self.inputs.cache, self.inputs.softmax, self.probes, self.scratch
+        )
+        return found
+
+    def choose(self, sums: torch.Tensor) -> KeptTokens:
+        """The important tokens."""
+        return choose_tokens(sums, self.probes, self.batch, self.rule)
+
+    def reference(self) -> torch.Tensor:
+        """`[chunk, num_query_heads, head_size]` float32, the attention over the tokens that the kernels choose."""
+        inputs, kept = self.inputs, self.choose(self.sums())
+        output = torch.zeros(inputs.query.shape, device=inputs.query.device)
+        if self.rule.others == "attend":
+            attend_all(self.batch, inputs.cache, inputs.softmax, kept, self.rule, output)
+        else:
+            attend_kept(self.batch, inputs.cache, inputs.softmax, kept, output)
+        return output
+
+
+def whole(
+    attend: Callable[[ListedAttention], None], inputs: PrefillInputs, rule: TokenRule
+) -> Callable[[], torch.Tensor]:
+    """A prefill as the backends call it."""
+    parts = Parts(inputs, rule)
+    batch, probes, scratch = parts.batch, parts.probes, parts.scratch
+
+    def call() -> torch.Tensor:
+        output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
+        token_prefill(batch, inputs.cache, inputs.softmax, rule, output, probes=probes, attend=attend, scratch=scratch)
+        return output
+
+    return call
+
+
+def probing(inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
+    """Sums of the probe rows' attention."""
+    return Parts(inputs, ALL_ATTEND).sums
+
+
+def choosing(inputs: PrefillInputs) -> Callable[[], KeptTokens]:
+    """The choice by sums."""
+    parts = Parts(inputs, ALL_ATTEND)
+    sums = parts.sums()
+    return lambda: parts.choose(sums)
+
+
+def check_whole(inputs: PrefillInputs, calls: Calls, rule: TokenRule) -> None:
+    """Outputs are those of the reference; the published form has zeros at the same tokens."""
+    expected = Parts(inputs, rule).reference()
+    some = expected.ne(0).any(dim=-1).any(dim=-1)
+    for name, call in calls.items():
+        output = call()
+        if bool(output[~some].any()):
+            raise CheckError(f"{name}: tokens that are not important have outputs")
+        require_close(output[some], expected[some], name)
+
+
+def check_sums(inputs: PrefillInputs, calls: Calls) -> None:
+    """Sums equal the reference's up to rounding."""
+    parts = Parts(inputs, ALL_ATTEND)
+    expected = column_sums(parts.batch, inputs.cache, inputs.softmax, parts.probes)
+    for name, call in calls.items():
+        error = (call() - expected).abs().max() / expected.max()
+        if not bool(error <= _SUM_ERROR):
+            raise CheckError(f"{name}: a sum is off by {float(error):.3g} of the largest")
+
+
+def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
+    """Every token that is kept for its attention has at least that of every token that is not."""
+    parts = Parts(inputs, ALL_ATTEND)
+    tokens = inputs.case.context
+    rows_that_see = (parts.probes[0][:, None] >= torch.arange(tokens, device=inputs.query.device)).sum(dim=0)
+    normalised = parts.sums()[0, :tokens] / rows_that_see
+    wanted = math.ceil(KEPT * tokens)
+    for name, call in calls.items():
+        mask = call().mask[0, :tokens]
+        always = torch.zeros_like(mask)
+        always[: parts.rule.sink_tokens] = always[-1] = True
+        chosen = mask & ~always
+        if not bool(mask[always].all()):
+            raise CheckError(f"{name}: a token that is always kept is not")
+        if not wanted - int(always.sum()) <= int(chosen.sum()) <= wanted:
+            raise CheckError(f"{name}: keeps {int(chosen.sum())} tokens by attention, not {wanted}")
+        if not bool(normalised[chosen].min() >= normalised[~mask].max()):
+            raise CheckError(f"{name}: a token that is left out has more attention than one that is kept")
