@@ -91,7 +91,8 @@ def evaluate(
             if number < at_once:
                 time.sleep(_BETWEEN_STARTS * number)
             chosen = settings[number]
-            path, log = (Path(folder) / f"{chosen.name}.{ending}" for ending in ("jsonl", "log"))
+            # By number: a name may hold the path of a file.
+            path, log = (Path(folder) / f"{number}.{ending}" for ending in ("jsonl", "log"))
             arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
             code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
             if code == 0:
@@ -105,7 +106,7 @@ def evaluate(
             failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
         found = {
             each.name: read_results(path).results
-            for each in settings
-            if (path := Path(folder) / f"{each.name}.jsonl").exists()
+            for number, each in enumerate(settings)
+            if (path := Path(folder) / f"{number}.jsonl").exists()
         }
     return found, failed
