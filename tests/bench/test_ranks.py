@@ -62,14 +62,19 @@ def tried(monkeypatch, tmp_path, wrong=(), counted=(6, 3), fails=False, backend=
 
 def test_engines_are_asked_one_after_the_other(monkeypatch, tmp_path):
     cell, rounds = tried(monkeypatch, tmp_path)
-    assert (cell.outcome, cell.asked, rounds) == (EQUAL, 9, [(1, None), (2, 0), (2, 1), (2, 0)])
+    assert (cell.outcome, cell.asked, rounds) == (EQUAL, 9, [(1, None), (1, None), (2, 0), (2, 1), (2, 0)])
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"wrong": (3,)}, "engines differ: an answer parts where the tokens' log probabilities differ by 2.9"),
-        ({"wrong": (1, 2, 3)}, "an answer parts where the tokens' log probabilities differ by 2.9"),
+        (
+            {"wrong": (3,), "tie": 9.0},
+            "engines differ: an answer parts where the tokens' log probabilities differ by 2.9",
+        ),
+        ({"wrong": (4,)}, "an answer parts where the tokens' log probabilities differ by 2.9"),
+        ({"wrong": (2, 3)}, "an answer parts where the tokens' log probabilities differ by 2.9"),
         ({"counted": (9, 0)}, "the engines answered [9, 0] questions"),
         ({"fails": True}, "the server ended"),
     ],
@@ -80,10 +85,14 @@ def test_a_wrong_answer_or_engine_is_a_failure(monkeypatch, tmp_path, changes, r
 
 
 def test_answers_may_part_as_far_as_those_of_the_control(monkeypatch, tmp_path):
-    cell, _ = tried(monkeypatch, tmp_path, wrong=(1, 2, 3), backend=CONTROL)
+    cell, _ = tried(monkeypatch, tmp_path, wrong=(2, 3, 4), backend=CONTROL)
     assert (cell.outcome, cell.parted, cell.gap) == (TIE, 9, 2.9)
-    assert tried(monkeypatch, tmp_path, wrong=(1, 2, 3), tie=cell.gap)[0].outcome == TIE
-    assert tried(monkeypatch, tmp_path, wrong=(2,), tie=2.8)[0].outcome == FAILED
+    assert tried(monkeypatch, tmp_path, wrong=(2, 3, 4), tie=cell.gap)[0].outcome == TIE
+    assert tried(monkeypatch, tmp_path, wrong=(4,), tie=2.8)[0].outcome == FAILED
+
+
+def test_answers_after_a_prefix_hit_are_compared_with_each_other(monkeypatch, tmp_path):
+    assert tried(monkeypatch, tmp_path, wrong=(1, 4))[0].outcome == EQUAL
 
 
 def test_the_control_is_tried_first_and_allows_its_gap(monkeypatch, tmp_path):
@@ -106,7 +115,7 @@ def test_a_control_whose_token_was_not_likely_allows_nothing(monkeypatch, tmp_pa
     """The log probabilities of a step name its likeliest tokens only, so this gap has no bound."""
     unlikely = Continuation([7, 6], [{7: -0.1}, {6: -0.7}])
     monkeypatch.setitem(globals(), "WRONG", unlikely)
-    cell, _ = tried(monkeypatch, tmp_path, wrong=(2,), backend=CONTROL)
+    cell, _ = tried(monkeypatch, tmp_path, wrong=(4,), backend=CONTROL)
     assert (cell.outcome, cell.parted) == (FAILED, 3)
     allowed = []
 
