@@ -10,6 +10,8 @@ from bench.common.results import RESULTS, Row, read_rows, read_run
 
 SOAK = RESULTS / "h100" / "soak" / "evicting.jsonl"
 WINDOW = RESULTS / "h200" / "compaction" / "window_decoding_8b.jsonl"
+CAPACITY_ZIPVL = RESULTS / "h200" / "compaction" / "capacity_zipvl.jsonl"
+"""ZipVL's prefill and eviction in a window of a busy server."""
 _NOTHING = "Nothing yet."
 _TURNS = ("first", "second", "second, protected", "second, a new request")
 """The turns of `bench.quality turns`."""
@@ -123,6 +125,17 @@ def window() -> Block:
         for row in read_run(WINDOW).rows
     ]
     return Block(table(["backend", "requests at once", "output tokens per s"], lines), [WINDOW])
+
+
+def zipvl() -> Block:
+    """Requests that run at once, and throughput, with ZipVL's prefill and eviction."""
+    lines = [
+        [f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['completed']}",
+         f"{row['output_tokens_per_second']:,.0f}"]
+        for row in read_run(CAPACITY_ZIPVL).rows
+    ]  # fmt: skip
+    headings = ["backend", "requests at once", "finished in the window", "output tokens per s"]
+    return Block(table(headings, lines), [CAPACITY_ZIPVL])
 
 
 def turns() -> Block:

@@ -13,6 +13,8 @@ BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
 LEVELED = _FOLDER / "leveled.jsonl"
 ONE_HEAD = _FOLDER / "one_head.jsonl"
+TOKENS = _FOLDER / "tokens.jsonl"
+"""ZipVL's prefill and its parts, one layer."""
 WHOLE, COUNTERS = (RESULTS / "h100" / "kernels" / f"{name}.jsonl" for name in ("whole", "counters"))
 RIVALS = ("FlashAttention 3", "FlashInfer")
 _STOP_CONTEXTS = ("8K", "32K", "128K")
@@ -99,6 +101,22 @@ def coverage_cost() -> Block:
         f"same number of pages: {', '.join(ratios)}."
     )
     return Block(wrap(text, ""), [COVERAGE])
+
+
+def zipvl_layer() -> Block:
+    """One layer of ZipVL's prefill, and its parts, compared with dense attention."""
+    names = "zipvl", "zipvl_paper", "part: probe", "part: choice"
+    rows = []
+    for (_, case), providers in read_times(TOKENS).items():
+        dense, *found = (token_times(providers, name) for name in (RIVALS[0], *names))
+        cells = (f"{each:.2f}" for each in (dense, *found))
+        rows.append([case.split("s")[1].split()[0], *cells])
+    return Block(table(["prompt", RIVALS[0], "`zipvl`", "`zipvl_paper`", "probe", "choice"], rows), [TOKENS])
+
+
+def token_times(providers: dict[str, Row], name: str) -> float:
+    """Milliseconds of a provider, cold."""
+    return float(providers[name]["cold"]["median_us"]) / 1e3
 
 
 def stop_gpu() -> Block:

@@ -231,9 +231,51 @@ def routed_steps() -> Found:
 
 def cosine_finds() -> Found:
     """The AUPRC of the cosine."""
-    paths = [_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")]
+    tiny = (_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m"))
+    paths = [quality.CALIBRATED["mean"], *tiny]
     found = (read_run(path).rows[0]["auprc"] for path in paths)
-    return Found(", ".join(f"{name}: {value:.3f}" for name, value in zip("WN", found, strict=True)), paths)
+    return Found(", ".join(f"{name}: {value:.3f}" for name, value in zip("SWN", found, strict=True)), paths)
+
+
+def skipped_by_task() -> Found:
+    """The share of groups that thresholds of a length skip, by length and task."""
+    path = quality.CALIBRATED["mean"]
+    skipped = [row["skipped"] for row in read_run(path).rows[0]["rows"]]
+    return Found(f"S: {min(skipped):.0%} to {max(skipped):.0%}", [path])
+
+
+def forty() -> Found:
+    """RULER with two fifths of the cache: H2O, StreamingLLM, SinkRouter, dense attention."""
+    rows = read_run(real.FORTY_ANSWERS).rows
+    *cells, dense = (
+        f"{real.ruler_score(rows, setting, 4096).value:.2f}" for setting in (*list(real.FORTY)[:3], real.DENSE)
+    )
+    return Found(f"S, RULER: {', '.join(cells)} of {dense}", [real.FORTY_ANSWERS])
+
+
+def missed_contributions() -> Found:
+    """The share of the tokens of largest contribution that an order by weight misses."""
+    shares = (
+        mean(row["missed"] for row in real.contribution_rows(_TEXT_TOKENS, count, real.ESSAYS)) for count in (64, 1024)
+    )
+    return Found(
+        f"S: {', '.join(f'{share:.0%}' for share in shares)} of best 64, 1,024 missed", [real.CONTRIBUTIONS]
+    )
+
+
+def evicting_throughput() -> Found:
+    """Tokens per second of dense attention and of ZipVL's prefill and eviction."""
+    path = compaction.CAPACITY_ZIPVL
+    dense, evicting = (row["output_tokens_per_second"] for row in read_run(path).rows)
+    return Found(f"{evicting:,.0f} of {dense:,.0f} tokens/s ({evicting / dense:.1f}x)", [path])
+
+
+def probe_time() -> Found:
+    """The time of the probe and of the choice in one layer of a prompt of 16K, and of dense attention."""
+    providers = kernels.read_times(kernels.TOKENS)["tokens", "1q16Ks16K g4"]
+    names = "part: probe", "part: choice", kernels.RIVALS[0]
+    probe, choice, dense = (kernels.token_times(providers, name) for name in names)
+    return Found(f"{probe:.2f} + {choice:.2f} of {dense:.2f} ms", [kernels.TOKENS])
 
 
 def skipped_sinks() -> Found:

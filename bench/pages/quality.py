@@ -25,6 +25,8 @@ _WEIGHTED = {
     "oracle": "true weight (a bound)",
 }
 """Statistics and the lambda of their score."""
+CALIBRATED = {score: RESULTS / "h200" / "calibrate" / f"smollm2-135m_{score}.jsonl" for score in ("mean", "max", "min")}
+"""Calibrations of a pretrained model by the score of a KV group."""
 _WITNESS_MIXES = {
     "dense": "with `dense`",
     "sinkrouter": "with `sinkrouter`",
@@ -158,21 +160,36 @@ def trained_served() -> Block:
     return Block(table(["served on", "model", "right", "minus the first row of the machine, paired"], lines), sources)
 
 
+def calibrated_sweep() -> Block:
+    """Sink groups found, and tokens right, by the share that is skipped and by the score of a group."""
+    lines: list[list[str]] = []
+    for score, path in CALIBRATED.items():
+        (line,) = read_run(path).rows
+        if not lines:
+            dense, asked = (sum(row[key] for row in line["rows"]) for key in ("dense_tokens_right", "tokens"))
+            lines.append(["none", "0%", "", "", f"{dense / asked:.1%}"])
+        for row in line["sweep"]:
+            shares = (f"{row[name]:.0%}" for name in ("skip_ratio", "precision", "recall"))
+            lines.append([f"`{score}`", *shares, f"{row['tokens_right'] / row['tokens']:.1%}"])
+    headings = ["score", "skipped", "of them sink groups", "sink groups skipped", "tokens right"]
+    return Block(table(headings, lines), list(CALIBRATED.values()))
+
+
 def calibrated() -> Block:
-    """Results of `vllm-sparse calibrate` for a model with and one without sink groups, and answers with both."""
-    paths = [_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")]
+    """Results of `vllm-sparse calibrate` for models with many, few and some sink groups."""
+    paths = [*(_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")), CALIBRATED["mean"]]
     rows = []
     for run in map(read_run, paths):
         (line,) = run.rows
         skipped, precision, recall = line["detection"]
-        answers = [sum(row[key] for row in line["rows"]) for key in ("dense_answers_right", "routed_answers_right")]
-        asked = sum(row["answers"] for row in line["rows"])
+        tokens = [sum(row[key] for row in line["rows"]) for key in ("dense_tokens_right", "routed_tokens_right")]
+        asked = sum(row["tokens"] for row in line["rows"])
         shares = (f"{share:.1%}" for share in (line["sink_groups"], skipped, precision, recall))
-        right = (f"{count}/{asked}" for count in answers)
+        right = (f"{count / asked:.1%}" for count in tokens)
         verdict = "yes" if line["verdict"][0] else "no"
         rows.append([run.about["model"], *shares, f"{line['auprc']:.3f}", *right, verdict])
     headings = ["model", "sink groups", "skipped", "of them sink groups", "sink groups skipped", "AUPRC"]
-    calibration = table([*headings, "dense", "routed", "recommended"], rows)
+    calibration = table([*headings, "tokens right, dense", "routed", "recommended"], rows)
     served = [_CPU / "witness" / f"{name}.jsonl" for name in _WITNESS_MIXES]
     right_served = [cells[1] for cells in _evaluated(served)]
     answered = ", ".join(f"{right} {name}" for right, name in zip(right_served, _WITNESS_MIXES.values(), strict=True))

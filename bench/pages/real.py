@@ -20,8 +20,12 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
     _REAL / f"served_{name}.jsonl" for name in ("unique", "every", "policies", "backends")
 )
 """Served text, each file with dense attention in other batches."""
-EVICTING_GEMMA = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
-EVICTING_GEMMA_SHORT = RESULTS / "cpu-2core" / "real" / "served_evicting_gemma_4k.jsonl"
+EVICTING_GEMMA = _REAL / "served_evicting_gemma.jsonl"
+EVICTING_GEMMA_MORE = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
+"""The same on another host, with larger budgets and the published form."""
+FORTY_TEXTS, FORTY_ANSWERS = _REAL / "forty_served.jsonl", _REAL / "forty_ruler.jsonl"
+"""Two fifths of the cache: H2O and StreamingLLM keep them, SinkRouter reads them."""
+CONTRIBUTIONS = _REAL / "contributions.jsonl"
 SERVED_GEMMA = _REAL / "served_backends_gemma.jsonl"
 ART_ANSWERS, ART_TEXTS = (RESULTS / "h200" / "stopping" / f"{name}.jsonl" for name in ("answers", "texts"))
 """ART alone and over eviction: `bench.quality ruler` and `served`."""
@@ -32,7 +36,7 @@ _NOISE, DENSE = "noise", "dense"
 _DECODED = 128
 """Tokens of a text that are decoded."""
 _PAGE_TOKENS = 8
-_PROSE, _TEXT_TOKENS = "prose", 7680
+ESSAYS, _CODE, _TEXT_TOKENS = "prose", "code", 7680
 STATISTICS = {
     "quarters4_wider": "`quarters`",
     "keys2_best": "all keys of a page in 2 bits",
@@ -83,6 +87,16 @@ GEMMA_TEXTS = {
     "essay_16000": "essays of 16,000 tokens",
     "code_16000": "code of 16,000 tokens",
 }
+FORTY = {
+    "h2o+compaction.budget_ratio=0.4": "`h2o`, `budget_ratio` 0.4",
+    "streaming_llm-1632": "`streaming_llm`, 1,632 tokens",
+    **{
+        f"sinkrouter+config=smollm2-135m_{score}.yaml+routing.accept=not_recommended": f"`sinkrouter`, `{score}`"
+        for score in ("mean", "max", "min")
+    },
+}
+_FORTY_TEXTS = {"essay_4096": "essays", "code_4096": "code"}
+_GEMMA_KINDS = ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")
 _ORDER = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
 _SCORES = RESULTS / "cpu-2core" / "page-scores"
 COVERAGES = {
@@ -111,7 +125,7 @@ _SMALL = ("0.2", None), ("0.2", "votes")
 
 def decode() -> Block:
     """Changed next tokens by statistics and budget."""
-    rows = [row for row in _rows(DECODE) if (row.get("kind"), row.get("context_tokens")) == (_PROSE, _TEXT_TOKENS)]
+    rows = [row for row in _rows(DECODE) if (row.get("kind"), row.get("context_tokens")) == (ESSAYS, _TEXT_TOKENS)]
     noise = {row["text"]: row["agreement"] for row in rows if row["arm"] == _NOISE}
     budgets = sorted({row["pages"] for row in rows if "pages" in row})
     lines = []
@@ -297,20 +311,76 @@ def backends_gemma() -> Block:
 
 def evicting_gemma() -> Block:
     """The same with Gemma 3 270M under eviction."""
-    return _backends(EVICTING_GEMMA, {text: text for text in ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")})
+    return _backends(EVICTING_GEMMA, {text: text for text in _GEMMA_KINDS})
 
 
-def evicting_gemma_short() -> Block:
-    """The same with short texts, under backends that have no longer ones."""
-    return _backends(EVICTING_GEMMA_SHORT, {text: text for text in ("essays, 4K", "code, 4K")})
+def evicting_gemma_more() -> Block:
+    """The same with larger budgets and the published form of SnapKV, from another host."""
+    return _backends(EVICTING_GEMMA_MORE, {text: text for text in _GEMMA_KINDS}, ("snapkv-2048", "snapkv_paper"))
 
 
-def _backends(path: Path, texts: Mapping[str, str]) -> Block:
-    """The share of next tokens that each setting changes, by kind of text."""
+def forty() -> Block:
+    """Eviction, windows and routing at two fifths of the cache: changed next tokens, and RULER."""
+    texts, answers = _rows(FORTY_TEXTS), _rows(FORTY_ANSWERS)
+    (context,) = {row["context_tokens"] for row in answers}
+    lines = [
+        [
+            "dense attention",
+            "100%",
+            "100%",
+            *("-" for _ in _FORTY_TEXTS),
+            _interval(ruler_score(answers, DENSE, context)),
+        ]
+    ]
+    for setting, name in FORTY.items():
+        shares = [row for row in texts if row["setting"] == setting]
+        cells = (f"{_mean(row[share] for row in shares):.0%}" for share in ("key_kept_share", "kv_read_share"))
+        changes = (forty_changed(setting, text) for text in _FORTY_TEXTS)
+        score = _interval(ruler_score(answers, setting, context))
+        lines.append([name, *cells, *map(_percent, changes), score])
+    headings = ["backend", "keys kept", "read", *(f"{kind} changed" for kind in _FORTY_TEXTS.values()), "RULER"]
+    return Block(table(headings, lines), [FORTY_TEXTS, FORTY_ANSWERS])
+
+
+def forty_changed(setting: str, text: str) -> Estimate:
+    """The share of next tokens that a setting of `FORTY` changes beyond noise, of a kind of text."""
+    found = [row for row in _rows(FORTY_TEXTS) if row["text"] == text]
+    return _estimate_excess(_agreements(found, _AGAIN), _agreements(found, setting))
+
+
+def contributions() -> Block:
+    """Tokens of large contribution that an order by weight misses, and the error of the output."""
+    rows = _rows(CONTRIBUTIONS)
+    context = max(row["context_tokens"] for row in rows)
+    lines = []
+    for count in sorted({row["tokens"] for row in rows}):
+        cells = [f"{count:,}"]
+        for kind in (ESSAYS, _CODE):
+            found = contribution_rows(context, count, kind)
+            cells += [f"{_mean(row['missed'] for row in found):.1%}"]
+            cells += [f"{_mean(row[f'{order}_error'] for row in found):.3f}" for order in ("weight", "contribution")]
+        lines.append(cells)
+    headings = [
+        f"{kind}: {column}" for kind in ("prose", "code") for column in ("missed", "error by weight", "by contribution")
+    ]
+    return Block(table(["tokens", *headings], lines), [CONTRIBUTIONS])
+
+
+def contribution_rows(context: int, count: int, kind: str) -> list[Row]:
+    """The layers of the texts of a kind and length, with some number of best tokens."""
+    return [
+        row
+        for row in _rows(CONTRIBUTIONS)
+        if (row["context_tokens"], row["tokens"], row["kind"]) == (context, count, kind)
+    ]
+
+
+def _backends(path: Path, texts: Mapping[str, str], settings: Sequence[str] = ()) -> Block:
+    """The share of next tokens that each setting, or some of them, changes, by kind of text."""
     rows, lines = _rows(path), []
     evicts = any(row["key_kept_share"] < 1 for row in rows)
     for setting in dict.fromkeys(row["setting"] for row in rows):
-        if setting == _AGAIN:
+        if setting == _AGAIN or (settings and setting not in settings):
             continue
         first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
         kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []

@@ -38,7 +38,7 @@ def texts(tmp_path: Path) -> Path:
 def _run(monkeypatch: pytest.MonkeyPatch, texts: Path, changed: dict[str, int]) -> tuple[int, str, Path]:
     def run_python(module: str, arguments: list[str], seconds: float, log: Path) -> int:
         output = Path(arguments[arguments.index("--output") + 1])
-        name = output.stem
+        name = ("dense", "dense-again", "unique-512", "art")[int(output.stem)]
         log.write_text("the reason\n")
         if name not in changed:
             return 1
@@ -86,7 +86,7 @@ def test_ruler_writes_the_score_of_every_question(monkeypatch: pytest.MonkeyPatc
         answer = {
             "id": "vt/4096/0", "task": "vt", "context_tokens": 4096, "prompt_tokens": 4099, "forced_tokens": 0,
             "digest": "", "answers": [], "completion": "", "metric": "all", "seconds": 0.1, "key_kept_share": 0.25,
-            "score": 0.5 if output.stem == "dense" else 0.2,
+            "score": 0.5 if output.stem == "0" else 0.2,
         }  # fmt: skip
         output.write_text("".join(json.dumps(line) + "\n" for line in ({"settings": {"label": ""}}, answer)))
         return 0
@@ -107,6 +107,25 @@ def test_ruler_writes_the_score_of_every_question(monkeypatch: pytest.MonkeyPatc
     assert [asked[0][place + 1] for place, option in enumerate(asked[0]) if option == "--context"] == ["4096", "8192"]
     assert [asked[0][place + 1] for place, option in enumerate(asked[0]) if option == "--task"] == ["vt"]
     assert "--chat" in asked[0]
+
+
+def test_a_setting_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text("selection:\n  budget_tokens: 512\n")
+    asked = []
+
+    def run_python(module: str, arguments: list[str], seconds: float, log: Path) -> int:
+        log.write_text("the reason\n")
+        asked.append(arguments)
+        return 1
+
+    monkeypatch.setattr(settings, "run_python", run_python)
+    setting = settings.Setting.parse(f"unique+config={config}")
+    assert settings.evaluate([setting], [], 1, float("inf")) == (
+        {},
+        [f"{setting.name} ended with exit code 1: the reason"],
+    )
+    assert json.dumps({"sparse_attention": {"config": str(config)}}) in asked[0]
 
 
 @pytest.mark.parametrize(
