@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, RKVCompaction, SnapKVCompaction, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
+from vllm_sparse_plugin.policies import InfLLMSelection, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.policies.unique import CODES
 
@@ -25,6 +25,9 @@ WIDE_POOL = 25
 FEW_PAGES = 64
 """With pages of more than 8 tokens, smaller selections than this number of pages miss single facts. 64 pages are the
 paper's budget; the study of page scores measured the effect."""
+
+FEW_TOKENS = 1024
+"""Selections of fewer tokens were measured to change 3 to 15 % of the next tokens of texts."""
 
 
 def is_from_user(config: ResolvedConfig, field: str) -> bool:
@@ -75,6 +78,15 @@ class Situation(NamedTuple):
         return self.config.routing is not None and self.config.routing.objection == "uncalibrated"
 
     @property
+    def has_few_tokens(self) -> bool:
+        """Whether tokens are decoded from a selection of fewer than `FEW_TOKENS` tokens, by its budget."""
+        config, selection = self.config, self.config.selection
+        # Dense attention verifies the drafts of lossless mode. Tokens that a prompt has lost are another notice.
+        if config.coverage is not None or config.lossless is not None or config.compaction is not None:
+            return False
+        return isinstance(selection, Selection) and selection.budget_tokens < FEW_TOKENS
+
+    @property
     def has_narrow_pools(self) -> bool:
         """Whether votes of a prompt's tokens are pooled over fewer tokens than a number or a name has."""
         compaction = self.config.compaction
@@ -114,6 +126,23 @@ def _about_few_large_pages(situation: Situation) -> str:
         f"{KEY}.selection: {selection.budget_tokens} tokens in pages of {selection.page_size} are "
         f"{selection.budget_pages} pages; selections of fewer than {FEW_PAGES} large pages miss single facts; set "
         f"page_size 8, or budget_tokens {FEW_PAGES * selection.page_size} or more."
+    )
+
+
+def _about_few_tokens(situation: Situation) -> str:
+    selection = situation.config.selection
+    assert isinstance(selection, Selection)
+    return (
+        f"{KEY}.selection.budget_tokens: decode steps read {selection.budget_tokens} tokens; on SmolLM2-135M, 512 of "
+        f"7,700 tokens change 3 to 15 % of the next tokens, and {FEW_TOKENS:,} about half as many."
+    )
+
+
+def _about_lost_tokens(situation: Situation) -> str:
+    return (
+        f"{KEY}.compaction: what a prompt does not keep is lost; on SmolLM2-135M and Gemma 3 270M, 1,024 kept tokens "
+        "of 8,000 to 16,000 change 7 to 15 % of the next tokens, and a question after the prompt seldom finds its "
+        "answer."
     )
 
 
@@ -173,6 +202,8 @@ def _about_departure(situation: Situation) -> str:
 NOTICES: tuple[Notice, ...] = (
     Notice(lambda situation: situation.has_lambda_without_effect, _about_lambda_without_effect),
     Notice(lambda situation: situation.has_few_large_pages, _about_few_large_pages),
+    Notice(lambda situation: situation.has_few_tokens, _about_few_tokens),
+    Notice(lambda situation: situation.config.compaction is not None, _about_lost_tokens),
     Notice(lambda situation: situation.has_statistics_of_its_cache, _about_statistics_of_its_cache),
     Notice(lambda situation: situation.has_threshold_of_no_model, _about_threshold_of_no_model),
     Notice(lambda situation: situation.config.config.prefill is not None, _about_sparse_prefill),

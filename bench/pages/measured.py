@@ -258,9 +258,7 @@ def missed_contributions() -> Found:
     shares = (
         mean(row["missed"] for row in real.contribution_rows(_TEXT_TOKENS, count, real.ESSAYS)) for count in (64, 1024)
     )
-    return Found(
-        f"S: {', '.join(f'{share:.0%}' for share in shares)} of best 64, 1,024 missed", [real.CONTRIBUTIONS]
-    )
+    return Found(f"S: {', '.join(f'{share:.0%}' for share in shares)} of best 64, 1,024 missed", [real.CONTRIBUTIONS])
 
 
 def evicting_throughput() -> Found:

@@ -96,8 +96,8 @@ FORTY = {
     },
 }
 _FORTY_TEXTS = {"essay_4096": "essays", "code_4096": "code"}
-_GEMMA_KINDS = ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")
-_ORDER = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
+GEMMA_KINDS = ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")
+POLICIES = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
 _SCORES = RESULTS / "cpu-2core" / "page-scores"
 COVERAGES = {
     "SmolLM2-135M-Instruct": _SCORES / "smollm2-135m_quarters.jsonl",
@@ -289,7 +289,7 @@ def policies() -> Block:
             found = [row for row in rows if row["text"] == text]
             cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
         lines.append(
-            (int(budget), _ORDER.index(name), [f"`{name}`", f"{int(budget):,}", f"{_mean(shares):.1%}", *cells])
+            (int(budget), POLICIES.index(name), [f"`{name}`", f"{int(budget):,}", f"{_mean(shares):.1%}", *cells])
         )
     noise = [
         1 - _mean(row["agreement"] for row in rows if (row["setting"], row["text"]) == (_AGAIN, text)) for text in TEXTS
@@ -311,12 +311,12 @@ def backends_gemma() -> Block:
 
 def evicting_gemma() -> Block:
     """The same with Gemma 3 270M under eviction."""
-    return _backends(EVICTING_GEMMA, {text: text for text in _GEMMA_KINDS})
+    return _backends(EVICTING_GEMMA, {text: text for text in GEMMA_KINDS})
 
 
 def evicting_gemma_more() -> Block:
     """The same with larger budgets and the published form of SnapKV, from another host."""
-    return _backends(EVICTING_GEMMA_MORE, {text: text for text in _GEMMA_KINDS}, ("snapkv-2048", "snapkv_paper"))
+    return _backends(EVICTING_GEMMA_MORE, {text: text for text in GEMMA_KINDS}, ("snapkv-2048", "snapkv_paper"))
 
 
 def forty() -> Block:
@@ -335,16 +335,16 @@ def forty() -> Block:
     for setting, name in FORTY.items():
         shares = [row for row in texts if row["setting"] == setting]
         cells = (f"{_mean(row[share] for row in shares):.0%}" for share in ("key_kept_share", "kv_read_share"))
-        changes = (forty_changed(setting, text) for text in _FORTY_TEXTS)
+        changes = (changed_in(FORTY_TEXTS, setting, text) for text in _FORTY_TEXTS)
         score = _interval(ruler_score(answers, setting, context))
         lines.append([name, *cells, *map(_percent, changes), score])
     headings = ["backend", "keys kept", "read", *(f"{kind} changed" for kind in _FORTY_TEXTS.values()), "RULER"]
     return Block(table(headings, lines), [FORTY_TEXTS, FORTY_ANSWERS])
 
 
-def forty_changed(setting: str, text: str) -> Estimate:
-    """The share of next tokens that a setting of `FORTY` changes beyond noise, of a kind of text."""
-    found = [row for row in _rows(FORTY_TEXTS) if row["text"] == text]
+def changed_in(path: Path, setting: str, text: str) -> Estimate:
+    """The share of next tokens of a kind of text that a setting changes beyond noise, by a file of served texts."""
+    found = [row for row in _rows(path) if row["text"] == text]
     return _estimate_excess(_agreements(found, _AGAIN), _agreements(found, setting))
 
 
@@ -384,10 +384,7 @@ def _backends(path: Path, texts: Mapping[str, str], settings: Sequence[str] = ()
             continue
         first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
         kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []
-        cells = []
-        for text in texts:
-            found = [row for row in rows if row["text"] == text]
-            cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
+        cells = [_percent(changed_in(path, setting, text)) for text in texts]
         lines.append([*_named(setting), *kept, *cells])
     headings = ["backend", "tokens", *(["keys kept"] if evicts else []), *texts.values()]
     return Block(table(headings, lines), [path])

@@ -24,6 +24,8 @@ from bench.pages import (
     states,
     training,
 )
+from vllm_sparse_plugin import notices
+from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
@@ -620,3 +622,26 @@ def test_look_alikes_are_shown_by_the_budget_that_was_asked(tmp_path, monkeypatc
     lines = quality.look_alikes().text.splitlines()
     assert lines[0] == "| context | dense | 512 tokens | 2,048 tokens |"
     assert lines[-1] == "| 4,096 | 1/1 | 0/1 | 1/1 |"
+
+
+def test_notices_tell_the_measured_shares():
+    few = [
+        real.changed_in(real.SERVED_POLICIES, f"{policy}-512", text) for policy in real.POLICIES for text in real.TEXTS
+    ]
+    lost = [
+        *(real.changed_in(real.EVICTING_GEMMA, setting, text)
+          for setting in ("snapkv", "pyramidkv", "h2o", "streaming_llm-1024") for text in real.GEMMA_KINDS),
+        *(real.changed_in(real.EVICTING_GEMMA_MORE, "snapkv_paper", text) for text in real.GEMMA_KINDS),
+        *(real.changed_in(real.SERVED_BACKENDS, setting, text)
+          for setting in ("snapkv", "snapkv_paper", "pyramidkv", "h2o") for text in real.TEXTS),
+    ]  # fmt: skip
+    for preset, shares in {"quest": few, "snapkv": lost}.items():
+        values = [100 * share.value for share in shares]
+        (sentence,) = notices.notices_of(resolve(None, preset), "auto")
+        assert f"change {min(values):.0f} to {max(values):.0f} % of the next tokens" in sentence
+    more = [
+        real.changed_in(real.SERVED_POLICIES, f"{policy}-1024", text).value
+        for policy in real.POLICIES for text in real.TEXTS
+    ]  # fmt: skip
+    halves = [larger / smaller.value for larger, smaller in zip(more, few, strict=True)]
+    assert 0.3 < sum(halves) / len(halves) < 0.7

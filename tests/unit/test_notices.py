@@ -11,6 +11,8 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
 LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages; selections of fewer than 64 large pages "
+FEW = "sparse_attention.selection.budget_tokens: decode steps read {} tokens; on SmolLM2-135M, 512 of 7,700 tokens "
+LOST = "sparse_attention.compaction: what a prompt does not keep is lost; on SmolLM2-135M and Gemma 3 270M, 1,024 "
 CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and quarters in a "
 THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
 CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
@@ -23,8 +25,10 @@ ZERO = "sparse_attention.prefill.others: zero, as published, keeps 64 % of dense
 CUBIC_ROUTING = {"cubic": [0.5, 0, 0, 0], "longest": 4096}
 CASES = {
     "defaults": ("unique", {}, "auto", []),
-    "as published": ("unique_paper", {}, "auto", []),
-    "32 pages of 16": ("unique", {"selection": {"page_size": 16, "budget_tokens": 512}}, "auto", [LARGE]),
+    "as published": ("unique_paper", {}, "auto", [FEW.format(512)]),
+    "32 pages of 16": (
+        "unique", {"selection": {"page_size": 16, "budget_tokens": 512}}, "auto", [LARGE, FEW.format(512)],
+    ),
     "64 pages of 16": ("unique", {"selection": {"page_size": 16}}, "auto", []),
     "63 pages of 32": (
         "quest",
@@ -33,12 +37,12 @@ CASES = {
         ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages; selections of fewer than 64 large "],
     ),
     "a coverage of large pages": ("unique", {"selection": {"page_size": 32, "coverage": 0.9}}, "auto", []),
-    "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", []),
-    "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", []),
+    "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", [FEW.format(64)]),
+    "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", [LOST]),
     "8-bit cache": ("unique", {}, "fp8", [CACHE]),
     "8-bit cache by its other name": ("unique", {}, "fp8_e4m3", [CACHE]),
     "8-bit cache and int8": ("unique", {"selection": {"statistics": "int8"}}, "fp8", []),
-    "8-bit cache and another policy": ("quest", {}, "fp8", []),
+    "8-bit cache and another policy": ("quest", {}, "fp8", [FEW.format(512)]),
     "sinkrouter": ("sinkrouter", {}, "auto", [THRESHOLD]),
     "routing by a cubic": ("dense", {"routing": CUBIC_ROUTING}, "auto", [CUBIC]),
     "calibrated": ("dense", {"routing": CUBIC_ROUTING | {"fingerprint": "0", "recommended": True}}, "auto", []),
@@ -48,17 +52,25 @@ CASES = {
     "outputs of zero beside decoding": (
         "unique", {"prefill": {"method": "zipvl", "others": "zero"}}, "auto", [PROMPTS, ZERO],
     ),
-    "narrow pools": ("snapkv_paper", {}, "auto", [POOL]),
-    "narrow pools by layer": ("pyramidkv_paper", {}, "auto", [POOL]),
-    "heavy hitters": ("h2o", {}, "auto", [HITTERS]),
-    "wide pools": ("snapkv", {}, "auto", []),
-    "infllm": ("infllm", {}, "auto", [INFLLM]),
-    "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [INFLLM]),
+    "narrow pools": ("snapkv_paper", {}, "auto", [LOST, POOL]),
+    "narrow pools by layer": ("pyramidkv_paper", {}, "auto", [LOST, POOL]),
+    "heavy hitters": ("h2o", {}, "auto", [LOST, HITTERS]),
+    "wide pools": ("snapkv", {}, "auto", [LOST]),
+    "infllm": ("infllm", {}, "auto", [FEW.format(512), INFLLM]),
+    "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [FEW.format(512), INFLLM]),
     "lambda spelled out": ("unique", {"selection": {"lambda": 1.0}}, "auto", [LAMBDA]),
     "lambda and a deviation": ("unique", {"selection": {"lambda": 0.5, "statistics": "int8"}}, "auto", []),
     "lambda and an 8-bit cache": ("unique", {"selection": {"lambda": 0.5}}, "fp8", [CACHE]),
-    "lambda of a preset": ("unique_paper", {"selection": {"statistics": "quarters"}}, "auto", []),
-    "two": ("quest", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto", [LARGE, THRESHOLD]),
+    "lambda of a preset": ("unique_paper", {"selection": {"statistics": "quarters"}}, "auto", [FEW.format(512)]),
+    "a small window without eviction": ("streaming_llm", {"compaction": None}, "auto", [FEW.format(512)]),
+    "1,024 tokens": ("quest", {"selection": {"budget_tokens": 1024}}, "auto", []),
+    "1,016 tokens": ("unique", {"selection": {"budget_tokens": 1016}}, "auto", [FEW.format(1016)]),
+    "few tokens to draft with": ("lossless", {"selection": {"budget_tokens": 512}}, "auto", []),
+    "few tokens by coverage": ("unique", {"selection": {"coverage": 0.5, "max_budget_tokens": 256}}, "auto", []),
+    "three": (
+        "quest", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto",
+        [LARGE, FEW.format(512), THRESHOLD],
+    ),
 }  # fmt: skip
 
 
@@ -90,9 +102,8 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
 
 
 def test_presets_say_what_they_lose_and_the_others_say_nothing():
-    saying = [name for name, preset in BACKENDS.items() if notices.notices_of(resolve(None, preset), "auto")]
-    losing = ["ZIPVL_PAPER", "SNAPKV_PAPER", "PYRAMIDKV_PAPER", "H2O"]
-    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL", *losing]
+    silent = [name for name, preset in BACKENDS.items() if not notices.notices_of(resolve(None, preset), "auto")]
+    assert silent == ["UNIQUE", "DENSE", "ART", "LOSSLESS", "UNIQUE_OFFLOAD"]
 
 
 @pytest.fixture
@@ -116,7 +127,7 @@ def test_each_sentence_is_logged_once(logged):
     for _ in range(2):
         notices.announce(config, "auto")
     assert logged == notices.notices_of(config, "auto")
-    assert len(logged) == 2
+    assert len(logged) == 3
 
 
 def test_a_process_that_another_started_logs_nothing(logged, monkeypatch):
