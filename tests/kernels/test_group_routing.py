@@ -78,6 +78,18 @@ def test_zeros_have_a_cosine_of_0_and_nan_is_no_sink():
         assert skipped.tolist() == [[group] * HEADS for group in expected]
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["compiled", "reference"])
+@pytest.mark.parametrize("score", GROUP_SCORES)
+def test_a_group_with_nan_is_not_skipped_by_any_score(score, fast):
+    """The largest and the smallest cosine must not leave a NaN out: its output would be a zero that looks right."""
+    batch = make_batch([100, 100, 100], HEADS, SIZE)
+    query = torch.stack([keys[0] for keys in batch.keys]).unsqueeze(2).repeat(1, 1, GROUP, 1)
+    query[1, :, 1], query[2] = torch.nan, torch.nan
+    keys = batch.paged_keys if fast else replace(batch.paged_keys, view=batch.paged_keys.view.half())
+    skipped = route_groups(batch.tokens(query), keys, constant(0.9, score=score))
+    assert skipped.tolist() == [[group] * HEADS for group in (True, False, False)]
+
+
 def test_every_kv_head_has_its_own_threshold():
     batch = make_batch(CONTEXTS, HEADS, SIZE)
     coefficients = torch.zeros(HEADS, 4)

@@ -32,6 +32,8 @@ struct Routing {
             largest = fmaxf(largest, cosines[h]);
             least = fminf(least, cosines[h]);
         }
+        // Unlike fmaxf and fminf, the sum keeps a NaN, which skips nothing.
+        if (total != total) return false;
         return (p.score == SCORE_MEAN ? total / GROUP : p.score == SCORE_MAX ? largest : least) >= threshold;
     }
 };

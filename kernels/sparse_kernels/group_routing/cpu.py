@@ -40,7 +40,8 @@ def _kernel(group_size: int, head_size: int, page_size: int, length: int, step: 
                     cosine = dot / max(np.sqrt(square) * np.sqrt(key_square), _LEAST_NORM)
                     total += cosine
                     largest, least = max(largest, cosine), min(least, cosine)
-                if score == _MEAN:
+                # Unlike the largest and the smallest, the sum keeps a NaN.
+                if score == _MEAN or np.isnan(total):
                     scores[token, head] = total / np.float32(group_size)
                 else:
                     scores[token, head] = largest if score == _MAX else least
