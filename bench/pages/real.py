@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, model_of, read_rows, read_run
 from bench.pages.serving import read_steps
+from bench.pages.sinks import whole_texts
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
@@ -249,8 +250,11 @@ def routing() -> Block:
     """Routing rules: next tokens of dense attention by share of skipped groups."""
     kept = {name: kept_by_share(arm) for arm, name in ROUTES.items()}
     shares = kept[next(iter(kept))]
-    lines = [[name, *map(_interval, found.values())] for name, found in kept.items()]
     count = max(each.count for found in kept.values() for each in found.values())
+    lines = [
+        [name, *(_interval(each) + _counted(each.count, count) for each in found.values())]
+        for name, found in kept.items()
+    ]
     shown = table(["rule", *(f"{share:.0%} skipped" for share in shares)], lines)
     return Block(f"{shown}\n\n{count} texts.", [ROUTING])
 
@@ -368,11 +372,8 @@ def contributions() -> Block:
 
 def contribution_rows(context: int, count: int, kind: str) -> list[Row]:
     """The layers of the texts of a kind and length, with some number of best tokens."""
-    return [
-        row
-        for row in _rows(CONTRIBUTIONS)
-        if (row["context_tokens"], row["tokens"], row["kind"]) == (context, count, kind)
-    ]
+    rows = whole_texts([row for row in _rows(CONTRIBUTIONS) if row["tokens"] == count])
+    return [row for row in rows if (row["context_tokens"], row["kind"]) == (context, kind)]
 
 
 def _backends(path: Path, texts: Mapping[str, str], settings: Sequence[str] = ()) -> Block:
@@ -544,8 +545,8 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
             cells = [f"score {_mean(row['score'] for row in answers):.3f}", f"noise {noise:.1%}"]
         else:
             cells = [
-                _interval(art_answered(arm)) + _counted(answers, asked) if 3 * len(answers) >= asked else "",
-                _percent(_art_changed(rows[ART_TEXTS], arm)) + _counted(texts, read) if texts else "",
+                _interval(art_answered(arm)) + _counted(len(answers), asked) if 3 * len(answers) >= asked else "",
+                _percent(_art_changed(rows[ART_TEXTS], arm)) + _counted(len(texts), read) if texts else "",
             ]
         lines.append([arm.name, *shares, *cells])
     model = str(model_of([*rows]))
@@ -553,9 +554,9 @@ def _stopped(is_shown: Callable[[Arm], bool]) -> Block:
     return Block(table(headings, lines), [*rows])
 
 
-def _counted(rows: Sequence[Row], all_rows: int) -> str:
+def _counted(rows: int, all_rows: int) -> str:
     """The number of rows of a run that was out of time. Such a run has the first tasks or texts alone."""
-    return "" if len(rows) == all_rows else f", {len(rows)} of {all_rows}"
+    return "" if rows == all_rows else f", {rows} of {all_rows}"
 
 
 def art_answered(arm: Arm) -> Estimate:

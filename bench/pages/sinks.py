@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, Row, read_run
@@ -68,8 +68,17 @@ def windows() -> Block:
 
 def layer_rows(context: int | None = None) -> list[Row]:
     """Rows of all layers and essays, of one context or of all."""
-    rows = (row for row in read_run(SINKS).rows if (row["arm"], row["kind"]) == (_LAYER, ESSAYS))
-    return [row for row in rows if context in (None, row["context_tokens"])]
+    rows = whole_texts([row for row in read_run(SINKS).rows if row["arm"] == _LAYER])
+    return [row for row in rows if row["kind"] == ESSAYS and context in (None, row["context_tokens"])]
+
+
+def whole_texts(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the texts that have every layer: a run that is out of time may end between two of them."""
+    layers: dict[str, set[int]] = {}
+    for row in rows:
+        layers.setdefault(row["text"], set()).add(row["layer"])
+    every = set[int]().union(*layers.values())
+    return [row for row in rows if layers[row["text"]] == every]
 
 
 def level_mean(level: float, context: int, column: str) -> float:

@@ -21,6 +21,7 @@ from bench.pages import (
     recipes,
     selection,
     serving,
+    sinks,
     states,
     training,
 )
@@ -396,6 +397,31 @@ def test_a_text_whose_noise_is_missing_is_left_out(tmp_path, monkeypatch):
     assert real.kept_by_share("zero_0.95")[0.1].value == pytest.approx(0.75)
     monkeypatch.setattr(real, "ROUTES", {"zero_0.95": "a rule"})
     assert real.routing().text.splitlines()[-1] == "1 texts."
+
+
+def test_texts_that_a_run_has_not_finished_do_not_count_as_whole(tmp_path, monkeypatch):
+    texts = ("a", "b")
+    shared = {"context_tokens": 64, "kind": "prose"}
+    routed = [shared | {"arm": arm, "text": text, "agreement": 0.5} for arm in ("noise", "dense") for text in texts]
+    routed += [
+        shared | {"arm": "cosine", "share": share, "text": text, "agreement": 0.25}
+        for share, some in ((0.1, texts), (0.2, texts[:1]))
+        for text in some
+    ]
+    monkeypatch.setattr(real, "ROUTING", write_run(tmp_path / "routing.jsonl", *routed))
+    monkeypatch.setattr(real, "ROUTES", {"cosine": "a rule"})
+    assert real.routing().text.splitlines()[2] == "| a rule | 0.50 [0.50, 0.50] | 0.50 [0.50, 0.50], 1 of 2 |"
+    # The first layers of the second text alone would make the mean one of the first layers.
+    layers = [
+        shared | {"arm": "layer", "tokens": 16, "text": text, "layer": layer, "mass": layer / 2, "missed": layer / 2}
+        for text, count in (("a", 3), ("b", 1))
+        for layer in range(count)
+    ]
+    path = write_run(tmp_path / "layers.jsonl", *layers)
+    monkeypatch.setattr(real, "CONTRIBUTIONS", path)
+    monkeypatch.setattr(sinks, "SINKS", path)
+    assert [row["text"] for row in real.contribution_rows(64, 16, "prose")] == ["a"] * 3
+    assert sinks.mean_of(sinks.layer_rows(64), "mass") == 0.5
 
 
 def test_ruler_shows_the_tasks_that_dense_attention_answers_and_the_mean_of_all(tmp_path, monkeypatch):
