@@ -136,6 +136,37 @@ def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
     assert refusal(model, **calibrated).startswith(f"model: got {Path(model).name} with fingerprint ")
 
 
+FITTED = {"cubic": [0.5, 0, 0.25, 0], "shortest": 16, "longest": 512, "score": "max", "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("beside", "holds"),
+    [
+        ({}, True),
+        ({"score": "max", "dense_layers": 1, "longest": 512}, True),
+        ({"score": "mean"}, False),
+        ({"dense_layers": 0}, False),
+        ({"longest": 1024}, False),
+        ({"shortest": 8}, False),
+        ({"cubic": [0.25, 0, 0.25, 0]}, False),
+        ({"threshold": 0.1}, False),
+        ({"dense_layers": 0, "recommended": True}, False),
+    ],
+)
+def test_a_verdict_holds_for_the_settings_that_were_measured(folder, tmp_path, beside, holds):
+    """A longer `longest` stretches the cubic, another score or layer has other thresholds."""
+    model, file = folder(), tmp_path / "calibrated.yaml"
+    file.write_text(json.dumps({"routing": FITTED | {"fingerprint": fingerprint_of(model), "recommended": True}}))
+    settings = {"config": str(file), "routing": beside}
+    given = {"attention_backend": "sinkrouter", "additional_config": {"sparse_attention": settings}}
+    if holds:
+        assert engine_config(model, **given)
+    else:
+        assert f"got a value that is not calibrated for this model, {ROUTED}{CALIBRATE}" in refusal(model, **given)
+        assert engine_config(model, **given | {"additional_config": {"sparse_attention": settings | {
+            "routing": beside | UNCALIBRATED}}})  # fmt: skip
+
+
 def test_a_model_of_the_hub_is_compared_once_it_is_loaded(folder, monkeypatch):
     model = folder()
     calibrated = routed(threshold=0.5, fingerprint="1234", recommended=True)

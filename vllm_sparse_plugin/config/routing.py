@@ -21,6 +21,10 @@ THRESHOLD = (
     "a number from -2 to 2, a list of one for each layer, or a list of lists with one for each KV head of a layer"
 )
 CUBIC = "a list of four numbers, c0 to c3"
+FITTED = ("score", "threshold", "cubic", "shortest", "longest", "dense_layers")
+"""Settings that `calibrate` fits or measures together."""
+VERDICT = ("fingerprint", "recommended")
+"""What `calibrate` says about them."""
 TEXT = "a text"
 ACCEPTED = "uncalibrated or not_recommended"
 

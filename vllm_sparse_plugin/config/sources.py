@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from vllm_sparse_plugin.config import files
 from vllm_sparse_plugin.config.effects import check_effects, with_one_window
 from vllm_sparse_plugin.config.messages import sentence_of
+from vllm_sparse_plugin.config.routing import FITTED, VERDICT, Routing
 from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
@@ -125,14 +126,28 @@ def _merge(
         into.clear()
         for name in [name for name in sources if name.startswith(prefix)]:
             del sources[name]
-    for form, replaced in REPLACED.get(section, ()):
-        # `null` replaces no alternative.
-        if values.get(form) is not None and values.get(replaced) is None:
-            into.pop(replaced, None)
-            sources.pop(prefix + replaced, None)
+    for replaced in _replaced(section, into, values):
+        into.pop(replaced, None)
+        sources.pop(prefix + replaced, None)
     for key, value in values.items():
         if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
             _merge(into[key], sources, value, source, f"{prefix}{key}.")
         else:
             into[key] = value
             sources[f"{prefix}{key}"] = source
+
+
+def _replaced(section: str, before: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a section that lose their earlier values because of the values of a later source."""
+    # `null` replaces no alternative.
+    names = [
+        replaced
+        for form, replaced in REPLACED.get(section, ())
+        if values.get(form) is not None and values.get(replaced) is None
+    ]
+    if section == "routing":
+        given = {name: values[name] for name in FITTED if values.get(name) is not None}
+        if any(value != before.get(name, Routing.model_fields[name].default) for name, value in given.items()):
+            # The verdict is about the values that were measured, all together.
+            names += [name for name in VERDICT if name not in values]
+    return names
