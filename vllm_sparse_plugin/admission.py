@@ -25,7 +25,7 @@ from vllm_sparse_plugin.compaction.notices import compaction_notices
 from vllm_sparse_plugin.compaction.refusals import refuse_evictions, refuse_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.anchors import refuse_anchors
-from vllm_sparse_plugin.config.fingerprint import fingerprint_of
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of, overridden_fields
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.engine_traits import (
@@ -429,6 +429,9 @@ def _expect_model(
     model = vllm_config.model_config
     if fingerprint is None:
         return
+    changed = overridden_fields(model.hf_overrides)
+    expect(not changed, "hf_overrides", f"{', '.join(changed)}, so that the model is another one",
+           f"none of these beside {settings} of the model as it is")  # fmt: skip
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
     expect(served == fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
            f"{name or 'one'} with fingerprint {fingerprint}, the model of the {settings}")  # fmt: skip

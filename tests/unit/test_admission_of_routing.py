@@ -13,7 +13,7 @@ from support.admission import (
 )
 
 from vllm_sparse_plugin.admission import admit, check_layers
-from vllm_sparse_plugin.config.fingerprint import fingerprint_of
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of, overridden_fields
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
@@ -134,6 +134,20 @@ def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
     assert engine_config(model, **accepted)
     folder(rope_theta=5e5)
     assert refusal(model, **calibrated).startswith(f"model: got {Path(model).name} with fingerprint ")
+
+
+@pytest.mark.parametrize("overrides", [{"rope_theta": 5e5}, lambda config: config], ids=["fields", "function"])
+def test_thresholds_are_not_those_of_a_model_with_other_fields(folder, overrides):
+    model = folder()
+    calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
+    got = "a function" if callable(overrides) else "rope_theta"
+    assert refusal(model, **calibrated, hf_overrides=overrides) == (
+        f"hf_overrides: got {got}, so that the model is another one, {ROUTED}none of these beside thresholds of the "
+        "model as it is"
+    )
+    assert engine_config(model, **calibrated, hf_overrides={"max_position_embeddings": 1024})
+    nested = {"architectures": ["A"], "text_config": {"rope_scaling": None, "max_position_embeddings": 8}}
+    assert overridden_fields(nested | {"hidden_size": 8}) == ["hidden_size", "rope_scaling"]
 
 
 FITTED = {"cubic": [0.5, 0, 0.25, 0], "shortest": 16, "longest": 512, "score": "max", "dense_layers": 1}

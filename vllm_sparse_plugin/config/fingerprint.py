@@ -56,6 +56,18 @@ def fingerprint_of(model: str | Path, revision: str | None = None, cache: str | 
     return digest.hexdigest()[:16]
 
 
+def overridden_fields(overrides: object) -> list[str]:
+    """Returns the fields of a fingerprint that an engine replaces, so that it serves another model.
+
+    Args:
+        overrides: vLLM's `hf_overrides`: values of fields, or a function, which may replace any.
+    """
+    if not isinstance(overrides, Mapping):
+        return ["a function"] if callable(overrides) else []
+    text = overrides.get("text_config")
+    return sorted({*_FIELDS} & {*overrides, *(text if isinstance(text, Mapping) else ())})
+
+
 def add_pieces(digest: Any, file: IO[bytes], size: int, pieces: int, piece_bytes: int) -> None:
     """Adds evenly spread pieces of a file to a digest, the first and the last bytes among them.
 
