@@ -106,6 +106,8 @@ def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
     assert verdict.route == route
     assert verdict.reason.startswith(reason)
 
+        # No loss could be seen.
+        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 0.0, 0.0), False, "0.0% of the tokens asked for are right, 0.0% with"),
 
 @pytest.fixture(scope="module")
 def captured() -> CapturingModel:

@@ -149,7 +149,8 @@ def judge(prevalence: float, detection: Detection, target: float, dense: float, 
         )
     if not detection.precision >= 0.5:
         against.append(f"{precision} of the skipped groups are sink groups")
-    if routed < 0.95 * dense:
+    # Where dense attention answers nothing, routing has nothing to lose, and nothing is known of its loss.
+    if dense == 0 or routed < 0.95 * dense:
         against.append(quality)
     return Verdict(not against, "; ".join(against or [f"{precision} of the skipped groups are sink groups", quality]))
 
