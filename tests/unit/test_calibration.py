@@ -16,7 +16,7 @@ from vllm_sparse_plugin.tools.cli.calibrate import _lengths
 from vllm_sparse_plugin.tools.diagnostics import calibration
 from vllm_sparse_plugin.tools.diagnostics.calibration import Detection, Observed
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
-from vllm_sparse_plugin.tools.diagnostics.texts import cut_texts
+from vllm_sparse_plugin.tools.diagnostics.texts import MIN_TEXT_TOKENS, cut_texts
 
 HEADS, GROUP, SIZE = 2, 3, 8
 
@@ -99,6 +99,8 @@ def test_average_precision_is_the_sum_over_recall():
         ((0.55, Detection(0.6, 0.3, 0.9), 0.6, 1.0, 0.97), False, "30.0% of the skipped groups are sink groups"),
         ((0.55, Detection(0.6, math.nan, 0.9), 0.6, 1.0, 0.97), False, "none of the skipped groups are sink groups"),
         ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.9), False, "90.0% of the tokens asked for are right"),
+        # No loss could be seen.
+        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 0.0, 0.0), False, "0.0% of the tokens asked for are right, 0.0% with"),
     ],
 )
 def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
@@ -106,8 +108,6 @@ def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
     assert verdict.route == route
     assert verdict.reason.startswith(reason)
 
-        # No loss could be seen.
-        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 0.0, 0.0), False, "0.0% of the tokens asked for are right, 0.0% with"),
 
 @pytest.fixture(scope="module")
 def captured() -> CapturingModel:
@@ -161,6 +161,13 @@ def test_lengths_and_texts():
         list(cut_texts([list(range(99))], [50, 100]))
 
 
+def test_half_of_the_shortest_text_is_decoded(captured):
+    text = next(cut_texts([list(range(9))], [MIN_TEXT_TOKENS]))
+    right = calibration._Right()
+    right.add(text.rest[0], text.asked[0], captured.decode(captured.prefill(text.document), text.rest[0]).predictions)
+    assert (len(text.document), len(right.tokens)) == (2, 1)
+
+
 def run(monkeypatch, *arguments: str) -> object:
     monkeypatch.setattr(sys, "argv", ["vllm-sparse", "calibrate", *arguments])
     monkeypatch.setenv("COLUMNS", "200")
@@ -185,6 +192,10 @@ REFUSED = {
         "context: got 100, 8192 tokens, allowed: two or more ",
     ),
     "long context": (["--context", "4096", "--context", "32769"], "context: got 4096, 32769 tokens, allowed: two or "),
+    "context of too few words": (
+        ["--context", "3", "--context", "8", "--prompts", "any.jsonl"],
+        "context: got 3, 8 tokens, allowed: two or more lengths from 4 to the model's 32768",
+    ),
     "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
     "no prompts": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
     "output": (

@@ -29,6 +29,7 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.diagnostics.texts import (
     DEFAULT_TASKS,
+    MIN_TEXT_TOKENS,
     SAMPLES,
     Documents,
     build_documents,
@@ -103,7 +104,7 @@ def calibrate(
     """
     folder = find_model(model)
     limit, layers = model_limits(folder)
-    lengths = _lengths(context, limit, 2 if prompts else MIN_CONTEXT_TOKENS)
+    lengths = _lengths(context, limit, MIN_TEXT_TOKENS if prompts else MIN_CONTEXT_TOKENS)
     if not 0 < skip_ratio < 1:
         raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: more than 0 and less than 1")
     if dense_layers >= layers:

@@ -15,6 +15,8 @@ DEFAULT_TASKS = ("multikey", "kv")
 """Default tasks of needle documents."""
 SAMPLES = 50
 """Default minimum number of continuations to fit to."""
+MIN_TEXT_TOKENS = 4
+"""Shortest beginning of a text of which a token is predicted: of two decoded tokens the first predicts the second."""
 _TEXT_QUERIES = 64
 
 
