@@ -11,12 +11,19 @@ from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.arguments import open_tokenizer
 from vllm_sparse_plugin.tools.cli import main
 from vllm_sparse_plugin.tools.cli.calibrate import _lengths
 from vllm_sparse_plugin.tools.diagnostics import calibration
 from vllm_sparse_plugin.tools.diagnostics.calibration import Detection, Observed
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
-from vllm_sparse_plugin.tools.diagnostics.texts import MIN_TEXT_TOKENS, cut_texts
+from vllm_sparse_plugin.tools.diagnostics.texts import (
+    MIN_TEXT_TOKENS,
+    Documents,
+    build_documents,
+    count_continuations,
+    cut_texts,
+)
 
 HEADS, GROUP, SIZE = 2, 3, 8
 
@@ -159,6 +166,38 @@ def test_lengths_and_texts():
         ConfigurationError, match="prompts: got a text of 99 tokens, allowed: the longest context's 100"
     ):
         list(cut_texts([list(range(99))], [50, 100]))
+
+
+class Words:
+    """A tokenizer of words, which are numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def test_no_text_both_fits_and_judges():
+    def build(*firsts: int) -> Documents:
+        given = [" ".join([*["7"] * 4, *[str(first)] * 6]) for first in firsts]
+        return build_documents(Words(), given, Path("a.jsonl"), [], [8, 10], 50, 0)
+
+    assert len(build(1, 2, 1, 2).fitting) == 4
+    sentence = "prompts: got texts with the same first 8 tokens, of which one fits and one judges, allowed: texts that "
+    for repeated in ((1, 1), (1, 2, 3, 1)):
+        with pytest.raises(ConfigurationError, match=sentence):
+            build(*repeated)
+    with pytest.raises(ConfigurationError, match="prompts: got texts with the same first 4 tokens"):
+        build_documents(Words(), ["7 7 7 7 1 1", "7 7 7 7 2 2"], Path("a.jsonl"), [], [4, 6], 50, 0)
+
+
+def test_questions_of_a_task_that_is_named_twice_count_once(model):
+    tokenizer = open_tokenizer(Path(model))
+
+    def build(*tasks: str) -> Documents:
+        return build_documents(tokenizer, None, None, tasks, [4096, 5000], 2, 0)
+
+    once, twice = build("kv"), build("kv", "kv")
+    assert count_continuations(twice.fitting) == count_continuations(once.fitting)
+    assert twice.data == once.data
 
 
 def test_half_of_the_shortest_text_is_decoded(captured):

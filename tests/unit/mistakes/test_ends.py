@@ -108,7 +108,8 @@ def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, ph
     arguments, place = (READING if phase == "reading" else INTERRUPTED)[command]
     pretend(monkeypatch, extras.CONVERSION)
     put("data.jsonl", WHOLE.encode() * 2)
-    put("long.jsonl", (json.dumps({"prompt": "x = 1\n" * 800, "completion": "y = 2\n" * 800}) + "\n").encode() * 2)
+    texts = ({"prompt": f"x = {number}\n" * 800, "completion": "y = 2\n" * 800} for number in (1, 2))
+    put("long.jsonl", "".join(json.dumps(text) + "\n" for text in texts).encode())
     owner, _, name = place.rpartition(".")
     if owner.endswith("_Answerer"):
         owner = importlib.import_module(f"vllm_sparse_plugin.{owner.rpartition('.')[0]}")._Answerer

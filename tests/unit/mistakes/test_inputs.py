@@ -136,10 +136,9 @@ WEIGHTS = {"empty": b"", "a pointer of Git LFS": LFS, "truncated": (MODEL / "mod
 @pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors", "train"])
 def test_weights_that_cannot_be_read(run, command, mistake):
     model = damaged_model("model.safetensors", WEIGHTS[mistake])
-    text = "x = 1\n" * 2000
-    data = put(
-        "data.jsonl", "".join(json.dumps({"prompt": text, "completion": text}) + "\n" for _ in range(2)).encode()
-    )
+    texts = (f"x = {number}\n" * 2000 for number in (1, 2))
+    lines = (json.dumps({"prompt": text, "completion": text}) + "\n" for text in texts)
+    data = put("data.jsonl", "".join(lines).encode())
     arguments = {
         "diagnose": ["--prompts", data, "--json", "new"],
         "calibrate": ["--prompts", data, "--context", "1024", "--context", "2048", "--output", "new"],

@@ -46,7 +46,8 @@ FOLDERS = ("fetch-model", "tune", "train")
 def test_an_output_that_cannot_be_written(run, monkeypatch, case, place):
     command, option = OUTPUTS[case]
     put("data.jsonl", WHOLE.encode())
-    put("long.jsonl", (json.dumps({"prompt": "x = 1\n" * 800, "completion": "y = 2\n" * 800}) + "\n").encode() * 2)
+    texts = ({"prompt": f"x = {number}\n" * 800, "completion": "y = 2\n" * 800} for number in (1, 2))
+    put("long.jsonl", "".join(json.dumps(text) + "\n" for text in texts).encode())
     put("results.jsonl", RESULTS)
     if place == "a folder":
         Path("there.png").mkdir()

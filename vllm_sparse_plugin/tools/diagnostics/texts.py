@@ -83,8 +83,10 @@ def build_documents(
         seed: of needle documents.
 
     Raises:
-        ConfigurationError: a text is shorter than the longest context.
+        ConfigurationError: a text is shorter than the longest context, or a text that judges begins like one that fits.
     """
+    # A task that is named twice would count the same questions twice.
+    tasks = list(dict.fromkeys(tasks))
     plural = "contexts" if len(lengths) > 1 else "a context"
     contexts = f"{plural} of {', '.join(map(str, lengths))} tokens"
     if given is None or prompts is None:
@@ -94,6 +96,13 @@ def build_documents(
         return Documents(fitting, judging, f"{kind}, {contexts}")
     texts = [tokenizer.encode(text) for text in given]
     fitting, judging = (list(cut_texts(texts[part::2], lengths)) for part in (0, 1))
+    fitted = {(*text.document, *text.rest[0]) for text in fitting}
+    for text in judging:
+        if (*text.document, *text.rest[0]) in fitted:
+            raise ConfigurationError(
+                f"prompts: got texts with the same first {text.length} tokens, of which one fits and one judges, "
+                "allowed: texts that differ"
+            )
     kind = f"{prompts.name}, {count_continuations(fitting)} texts to fit to, {count_continuations(judging)} to judge by"
     return Documents(fitting, judging, f"{kind}, {contexts}")
 
