@@ -36,12 +36,16 @@ Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
 
 
-def read_steps(path: Path, variant: str | None = None) -> Steps:
-    """The measured decode steps of a result file, or of one variant in it, by context and batch."""
+def read_steps(path: Path, variant: str | None = None, one_token: bool = False) -> Steps:
+    """The measured decode steps of a result file, or of one variant in it, by context and batch.
+
+    With `one_token` those that decode one token all the time, which select alike; else the others.
+    """
     return {
         (row["context_tokens"], row["batch"]): row
         for row in read_run(path).rows
         if row.get("ms_per_token") and variant in (None, row.get("variant"))
+        if bool(row.get("one_token")) == one_token
     }
 
 

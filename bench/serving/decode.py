@@ -276,8 +276,8 @@ def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seq
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return one line for each context and batch, one column for each variant."""
-    times = {(row["context_tokens"], row["batch"], _named(row)): row.get("ms_per_token") for row in rows}
-    variants = list(dict.fromkeys(_named(row) for row in rows))
+    times = {(row["context_tokens"], row["batch"], variant_name(row)): row.get("ms_per_token") for row in rows}
+    variants = list(dict.fromkeys(variant_name(row) for row in rows))
     lines = Table("context", "batch", *variants, title="Decode: ms per token")
     for context, batch in sorted({key[:2] for key in times}):
         found = [times.get((context, batch, variant)) for variant in variants]
@@ -285,6 +285,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return lines
 
 
-def _named(row: Row) -> str:
+def variant_name(row: Row) -> str:
     """The variant of a row, and whether its steps select alike."""
     return f"{row['variant']}, one token" if row.get("one_token") else str(row["variant"])

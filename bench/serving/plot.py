@@ -9,6 +9,7 @@ import typer
 
 from bench.common.options import parse_sizes, size_text
 from bench.common.results import read_runs
+from bench.serving.decode import variant_name
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -55,11 +56,12 @@ def _draw(rows: list[dict[str, Any]], batches: list[int], title: str) -> Figure:
 
     figure = Figure(figsize=(4.2 * len(batches), 3.6))
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    variants = list(dict.fromkeys(map(variant_name, rows)))
     for panel, batch in zip(panels, batches, strict=True):
         for i, variant in enumerate(variants):
             # If files repeat a measurement, the last one counts.
-            found = {row["context_tokens"]: row for row in rows if row["variant"] == variant and row["batch"] == batch}
+            here = [row for row in rows if variant_name(row) == variant and row["batch"] == batch]
+            found = {row["context_tokens"]: row for row in here}
             contexts = sorted(found)
             if contexts:
                 times = [found[context]["ms_per_token"] for context in contexts]

@@ -251,6 +251,16 @@ def test_a_server_under_load_is_a_line_for_each_backend_beside_dense_attention(t
     ]
 
 
+def test_steps_of_one_token_do_not_stand_for_the_others(tmp_path):
+    row = {"context_tokens": 131072, "batch": 6, "variant": "unique_offload", "ms_per_token": 15.9}
+    again = row | {"one_token": True, "ms_per_token": 15.3}
+    path = write_run(tmp_path / "no_hits.jsonl", row | {"one_token": False}, again)
+    for variant in (None, "unique_offload"):
+        for one_token, ms in ((False, 15.9), (True, 15.3)):
+            steps = serving.read_steps(path, variant, one_token=one_token)
+            assert [step["ms_per_token"] for step in steps.values()] == [ms]
+
+
 def test_a_decode_step_after_prompts_is_not_shown_again_from_noise(tmp_path, monkeypatch):
     def steps(name, *found):
         rows = ({"context_tokens": context, "batch": 1, "ms_per_token": ms} for context, ms in found)

@@ -12,6 +12,7 @@ from bench.common.results import read_run
 from bench.serving.__main__ import main as serving_main
 from bench.serving.decode import draw_prompts, forecast_seconds, measure_batch
 from bench.serving.decode import table as decode_table
+from bench.serving.plot import _draw
 
 
 def test_prompts_differ_at_once_and_short_ones_begin_long_ones():
@@ -69,6 +70,17 @@ def test_the_table_has_a_column_for_steps_of_one_token():
     lines = decode_table([*rows, *again])
     assert [column.header for column in lines.columns][3:] == ["unique", "unique, one token"]
     assert set(lines.columns[4].cells) == {"1.50"}
+
+
+def test_the_plot_has_a_line_for_steps_of_one_token():
+    pytest.importorskip("matplotlib")
+    rows = [row for row in decode_rows() if row["batch"] == 1]
+    again = [row | {"one_token": True, "ms_per_token": 1.5} for row in rows if row["variant"] == "unique"]
+    (panel,) = _draw([*rows, *again], [1], "").axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
+    assert list(lines) == ["flash_attn", "unique", "unique, one token"]
+    assert min(lines["unique"]) > 5
+    assert set(lines["unique, one token"]) == {1.5}
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
