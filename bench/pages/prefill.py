@@ -25,8 +25,13 @@ def prefill_files() -> list[Path]:
 def engine_name(row: Row) -> str:
     """The engine of a row: its backend and its settings."""
     if row["attention_backend"] == "FLASH_ATTN":
-        return DENSE if row["kv_cache_dtype"] == "auto" else f"{DENSE}, {row['kv_cache_dtype']}"
+        return _dense_name(row)
     return ", ".join([f"`{row['variant']}`", *_set(row["additional_config"])])
+
+
+def _dense_name(row: Row) -> str:
+    """The dense engine with the KV cache type of a row."""
+    return DENSE if row["kv_cache_dtype"] == "auto" else f"{DENSE}, {row['kv_cache_dtype']}"
 
 
 def _set(config: object, name: str = "") -> Iterator[str]:
@@ -124,9 +129,9 @@ def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> l
 
 
 def _over_dense(found: dict[str, Row], name: str) -> str:
-    """The seconds of an engine, and how many times faster than dense attention it is."""
+    """The seconds of an engine, and how many times faster than dense attention with the same KV cache type it is."""
     if name not in found:
         return "-"
-    seconds = found[name]["seconds_median"]
-    ratio = f" ({found[DENSE]['seconds_median'] / seconds:.2f}x)" if DENSE in found and name != DENSE else ""
+    seconds, dense = found[name]["seconds_median"], _dense_name(found[name])
+    ratio = f" ({found[dense]['seconds_median'] / seconds:.2f}x)" if dense in found and name != dense else ""
     return f"{seconds:.2f}{ratio}"

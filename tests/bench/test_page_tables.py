@@ -124,6 +124,18 @@ def test_published_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone
     assert prefill.prefill_gpu().sources == prefill_results
 
 
+def test_an_engine_with_an_8_bit_cache_is_compared_with_dense_attention_over_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefill, "FOLDER", tmp_path)
+    fp8 = {"kv_cache_dtype": "fp8"}
+    write_run(
+        tmp_path / "chunks_8k.jsonl",
+        measured_prefill("flash_attn", "first_token", 32768, 10.0),
+        measured_prefill("flash_attn", "first_token", 32768, 8.0, **fp8),
+        measured_prefill("unique_prefill", "first_token", 32768, 4.0, **fp8) | {"variant": "unique_prefill:fp8"},
+    )
+    assert prefill.prefill_gpu().text.splitlines()[-1] == "| 32,768 | 8,192 | 10.00 | 8.00 | 4.00 (2.00x) |"
+
+
 def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
     monkeypatch.setattr(prefill, "FOLDER", tmp_path)
     made = prefill.prefill_gpu()
