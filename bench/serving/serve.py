@@ -99,14 +99,12 @@ Apply = Callable[[Load, OpenAI, Model, float], Row]
 ChildProcessError on failure."""
 
 
-def parse_result(result: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a row from the result file of `vllm bench serve`; latencies in milliseconds.
+def parse_result(result: dict[str, Any], load: Load) -> dict[str, Any]:
+    """Columns of a row from the result file of `vllm bench serve` for a load; latencies in milliseconds.
 
     Raises:
-        ValueError: if the result lacks a column or no request completed.
+        ValueError: if the result lacks a column, or an answer is missing or incomplete.
     """
-    if not result.get("completed"):
-        raise ValueError(f"no request completed, {result.get('failed', 'an unknown number')} failed")
     columns: dict[str, Any] = {}
     try:
         for metric in _METRICS:
@@ -124,6 +122,13 @@ def parse_result(result: dict[str, Any]) -> dict[str, Any]:
         }
     except KeyError as error:
         raise ValueError(f"the result lacks {error}") from None
+    # A stream that ends with an error counts as completed there.
+    if columns["completed"] != load.requests:
+        raise ValueError(f"{columns['completed']} of {load.requests} requests completed")
+    if columns["output_tokens_total"] != load.requests * load.output_tokens:
+        raise ValueError(
+            f"the answers have {columns['output_tokens_total']} tokens, not {load.requests * load.output_tokens}"
+        )
     return columns
 
 
@@ -287,7 +292,7 @@ def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
         if code is None:
             raise ChildProcessError("vllm bench serve was not done by the deadline")
         try:
-            return parse_result(json.loads(result.read_text(encoding="utf-8")))
+            return parse_result(json.loads(result.read_text(encoding="utf-8")), load)
         except (OSError, ValueError) as error:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
             raise ChildProcessError(

@@ -36,8 +36,11 @@ SERVE_RESULT = {
 }
 
 
+MEASURED = Load("random", 32768, 128, 8, 8, 1)
+
+
 def test_the_result_of_vllm_bench_serve_becomes_columns():
-    columns = parse_result(SERVE_RESULT)
+    columns = parse_result(SERVE_RESULT, MEASURED)
     assert columns["ttft_ms_median"] == 1640.25
     assert columns["tpot_ms_p99"] == 12.5
     assert columns["itl_ms_mean"] == 12.25
@@ -49,14 +52,16 @@ def test_the_result_of_vllm_bench_serve_becomes_columns():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"completed": 0, "failed": 8}, "no request completed, 8 failed"),
+        ({"completed": 0, "failed": 8}, "0 of 8 requests completed"),
+        ({"completed": 7, "failed": 1, "total_output_tokens": 7 * 128}, "7 of 8 requests completed"),
+        ({"total_output_tokens": 1000}, "the answers have 1000 tokens, not 1024"),
         ({"p99_itl_ms": None}, "the result lacks 'p99_itl_ms'"),
     ],
 )
-def test_a_result_without_answers_or_columns_is_refused(change, sentence):
+def test_a_result_without_whole_answers_or_columns_is_refused(change, sentence):
     result = {key: value for key, value in (SERVE_RESULT | change).items() if value is not None}
     with pytest.raises(ValueError, match=sentence):
-        parse_result(result)
+        parse_result(result, MEASURED)
 
 
 def test_loads_are_arguments_of_vllm_bench_serve():
