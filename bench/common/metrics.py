@@ -12,7 +12,6 @@ from openai import OpenAI
 _SECONDS = 60.0
 _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 _QUIET_SECONDS = 60.0
-_BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 """Time that a server may need to notice that clients have disconnected."""
 
 
@@ -44,12 +43,18 @@ def is_busy(metrics: Mapping[str, float]) -> bool:
     return any(metrics[name] for name in names)
 
 
-def wait_until_quiet(read: Callable[[], Mapping[str, float]]) -> None:
+def wait_until_quiet(read: Callable[[], Mapping[str, float]]) -> bool:
     """Waits until a server has no requests left, at most a minute.
 
     Args:
         read: returns the server's metrics.
+
+    Returns:
+        Whether it has none left.
     """
     end = time.monotonic() + _QUIET_SECONDS
-    while is_busy(read()) and time.monotonic() < end:
+    while busy := is_busy(read()):
+        if time.monotonic() >= end:
+            break
         time.sleep(1)
+    return not busy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ from bench.common.models import Model
 from bench.common.results import Row
 from bench.serving.serve import Load
 from bench.serving.watch import Watched, watch
+
+_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+_END_BYTES = 2048
+"""Bytes that hold the last messages of a stream."""
 
 
 class Window(NamedTuple):
@@ -38,15 +43,22 @@ def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end
         end: latest end of the window on `time.monotonic`.
 
     Raises:
-        ChildProcessError: if a request fails, or there is no time for the window.
+        ChildProcessError: if a request fails or its answer is incomplete, if the server is busy with earlier requests,
+            or if there is no time for the window.
     """
+
+    def look() -> dict[str, float]:
+        return read_metrics(metrics_text(client))
+
+    if not wait_until_quiet(look):
+        raise ChildProcessError("the server is still busy with the requests of the last load")
     if time.monotonic() + window.lead_seconds + window.seconds > end:
         raise ChildProcessError("the window cannot end before the deadline")
     try:
         watched = asyncio.run(_watch_clients(window, load, client, model))
     except ExceptionGroup as group:
         raise ChildProcessError(f"a client failed: {group.exceptions[0]!r}") from group
-    wait_until_quiet(lambda: read_metrics(metrics_text(client)))
+    wait_until_quiet(look)
     about = {"requests": None, "lead_seconds": window.lead_seconds, "prompts_again": window.again}
     return {**about, **watched.window_columns()}
 
@@ -65,7 +77,11 @@ async def _watch_clients(window: Window, load: Load, client: OpenAI, model: Mode
 
 
 async def _ask(http: AsyncClient, load: Load, model: Model, client: int, again: bool) -> None:
-    """Asks one distinct prompt after the other, or the first one `again`, and reads the streamed answers."""
+    """Asks one distinct prompt after the other, or the first one `again`, and reads the streamed answers.
+
+    Raises:
+        RuntimeError: if an answer is incomplete. Its status is 200: vLLM reports a failed request in the stream.
+    """
     rng = random.Random(f"{load.seed} {client}")
     tokens = range(3, model.vocabulary)
     prompt = rng.choices(tokens, k=load.input_tokens)
@@ -73,10 +89,15 @@ async def _ask(http: AsyncClient, load: Load, model: Model, client: int, again: 
         body = {
             "model": model.folder.name, "prompt": prompt, "stream": True,
             "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True,
+            "stream_options": {"include_usage": True},
         }  # fmt: skip
+        end = b""
         async with http.stream("POST", "completions", json=body) as reply:
             reply.raise_for_status()
-            async for _ in reply.aiter_raw():
-                pass
+            async for part in reply.aiter_raw():
+                end = (end + part)[-_END_BYTES:]
+        if list(map(int, _TOKENS.findall(end)[-1:])) != [load.output_tokens]:
+            shown = " ".join(end.decode(errors="replace").split())[-200:]
+            raise RuntimeError(f"an answer does not have {load.output_tokens} tokens; it ends in {shown!r}")
         if not again:
             prompt = rng.choices(tokens, k=load.input_tokens)

@@ -97,6 +97,7 @@ class AskedServer(ThreadingHTTPServer):
     """Streams tokens to every client, and counts them. By default an answer does not end."""
 
     answer_tokens: float = math.inf
+    last: bytes = b'data: {"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 8}}\n\ndata: [DONE]\n\n'
 
     def __init__(self, status: int = 200):
         self.status, self.prompts, self.tokens, self.open, self.lock = status, [], 0, 0, threading.Lock()
@@ -132,8 +133,9 @@ class AskedServer(ThreadingHTTPServer):
                     self.wfile.write(b"data: a token\n\n")
                     with of.lock:
                         of.tokens += 1
-                        if of.open == 3 and of.tokens > 100:
+                        if of.open >= 3 and of.tokens > 100:
                             of.flowing.set()
+                self.wfile.write(of.last)
             with of.lock:
                 of.open -= 1
 
@@ -190,6 +192,28 @@ def test_a_client_asks_the_next_prompt_or_its_first_one_again(again, asked_serve
     assert row["prompts_again"] == again
     assert len(asked) > 3
     assert len(set(asked)) == (3 if again else len(asked))
+
+
+def test_a_window_does_not_begin_while_requests_of_the_last_load_run(asked_server, monkeypatch):
+    monkeypatch.setattr("bench.common.metrics._QUIET_SECONDS", 0)
+    asked_server.open = 1
+    with pytest.raises(ChildProcessError, match="the server is still busy with the requests of the last load"):
+        measured_window(asked_server, monkeypatch)
+    assert asked_server.prompts == []
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"",
+        b'data: {"error": {"message": "the engine died", "code": 500}}\n\ndata: [DONE]\n\n',
+        AskedServer.last.replace(b"8}", b"7}"),
+    ],
+)
+def test_a_window_has_no_incomplete_answers(last, asked_server, monkeypatch):
+    asked_server.answer_tokens, asked_server.last = 20, last
+    with pytest.raises(ChildProcessError, match=r"a client failed: .*an answer does not have 8 tokens"):
+        measured_window(asked_server, monkeypatch)
 
 
 @pytest.mark.parametrize("asked_server", [400], indirect=True)
