@@ -81,7 +81,8 @@ def prefill_cpu(
             settings = ServerSettings(NEEDLE_8M, max(8192, max(contexts) + 128), None if name == DENSE else name)
             with run_server(name, settings, console) as client:
                 for size in contexts:
-                    rng = random.Random(0)
+                    # The prompts of another context must not begin with these.
+                    rng = random.Random(size)
                     rows = []
                     for _ in range(repeats):
                         rows.append(measure(client, [0, *(rng.randrange(3, 4000) for _ in range(size - 1))]))

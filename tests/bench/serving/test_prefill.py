@@ -34,6 +34,28 @@ def test_prefill_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tm
     assert "unique, 4090 tokens: client 2, prefill_seconds 2" in capsys.readouterr().out
 
 
+def test_no_prompt_on_a_cpu_begins_like_another_one_of_its_server(monkeypatch, tmp_path):
+    prompts = {}
+
+    @contextmanager
+    def run_server(name, _settings, _console):
+        yield prompts.setdefault(name, [])
+
+    def measure(client, prompt):
+        client.append(tuple(prompt[:17]))
+        return {"prefill_seconds": 0.5}
+
+    monkeypatch.setattr("bench.serving.prefill_cpu.run_server", run_server)
+    monkeypatch.setattr("bench.serving.prefill_cpu.measure", measure)
+    arguments = ["--context", "1K,4K", "--repeats", "2", "--output", str(tmp_path / "out.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["bench", "prefill-cpu", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    assert prompts.keys() == {"dense", "unique"}
+    assert all(len(set(beginnings)) == len(beginnings) == 4 for beginnings in prompts.values())
+
+
 def prefill_settings(**changes) -> PrefillSettings:
     values = {
         "model": "llama-3.1-8b",
