@@ -13,9 +13,9 @@ Weights are random unless the model is a folder. Answers of such a model have no
 one: at a fixed density, the number of blocks that sparse prefill reads depends only on the length of the prompt. A
 setting that depends on the text, such as `coverage`, must be measured with a real model.
 
-Rows of sparse prefill have the shares that the layers count, over all prompts of the measurement: `prefill_density` of
-the key blocks read or, with zipvl, of the important tokens, and `prefill_pairs` of the pairs that attend. A `chunk` of
-the longest context prefills each prompt in one piece.
+Rows of sparse prefill have the shares that the layers count, over the timed prompts: `prefill_density` of the key
+blocks read or, with zipvl, of the important tokens, and `prefill_pairs` of the pairs that attend. A `chunk` of the
+longest context prefills each prompt in one piece.
 
 One process per variant, one after the other.
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -59,6 +59,8 @@ _ROOM = 256
 """Tokens of an engine beyond the longest context."""
 _READS = {each.name: each.name.removeprefix("vllm_sparse_") for each in (*BLOCK_READS, *TOKEN_READS)}
 """Columns by the names of metrics."""
+_Reads = Mapping[str, tuple[float, int]]
+"""A result of `count_totals`."""
 _GRACE = 90
 """Seconds to finish the current measurement after a variant's time is over."""
 
@@ -133,20 +135,22 @@ def measure(
     """
     if measurement.kind == LOAD:
         return _measure_load(measurement, generate, draw, settings)
-    times, found = [], []
+    times, found, reads = [], [], []
     for repeat in range(1 + settings.repeats):
         prompt = draw(measurement.prompt_tokens)
         if measurement.kind == PREFIX_HIT:
             generate([prompt[: _prefix(prompt)]], 1)
-        seconds, cached = _timed(generate, [prompt], 1)
+        seconds, cached, read = _timed(generate, [prompt], 1)
         _require_cached(measurement, cached[0], _prefix(prompt))
         if repeat:
             times.append(seconds)
             found.append(cached[0])
+            reads.append(read)
     return {
         "cached_tokens": min(found),
         "seconds": [round(seconds, 4) for seconds in times],
         "seconds_median": round(statistics.median(times), 4),
+        **read_shares(reads),
     }
 
 
@@ -157,7 +161,7 @@ def _measure_load(
     warm_up = min(measurement.prompt_tokens, 2 * settings.chunk)
     generate([draw(warm_up) for _ in range(2)], 4)
     prompts = [draw(measurement.prompt_tokens) for _ in range(measurement.requests)]
-    seconds, cached = _timed(generate, prompts, OUTPUT_TOKENS)
+    seconds, cached, read = _timed(generate, prompts, OUTPUT_TOKENS)
     _require_cached(measurement, max(cached), 0)
     answers = measurement.requests * OUTPUT_TOKENS
     total = answers + measurement.requests * measurement.prompt_tokens
@@ -167,16 +171,20 @@ def _measure_load(
         "seconds_median": round(seconds, 4),
         "output_tokens_per_second": round(answers / seconds, 2),
         "total_tokens_per_second": round(total / seconds, 1),
+        **read_shares([read]),
     }
 
 
-def read_shares(before: Mapping[str, tuple[float, int]], after: Mapping[str, tuple[float, int]]) -> Row:
-    """The columns of what prompts have read between two results of `count_totals`; none with dense prefill."""
+def read_shares(reads: Sequence[tuple[_Reads, _Reads]]) -> Row:
+    """The columns of what prompts have read, by the counts before and after each; none with dense prefill."""
     shares = {}
     for name, column in _READS.items():
-        (amount, count), (amount_before, count_before) = (totals.get(name, (0.0, 0)) for totals in (after, before))
-        if count > count_before:
-            shares[column] = round((amount - amount_before) / (count - count_before), 4)
+        (amounts, counts), (amounts_before, counts_before) = (
+            map(sum, zip(*(totals.get(name, (0.0, 0)) for totals in side), strict=True))
+            for side in ([after for _, after in reads], [before for before, _ in reads])
+        )
+        if counts > counts_before:
+            shares[column] = round((amounts - amounts_before) / (counts - counts_before), 4)
     return shares
 
 
@@ -184,10 +192,11 @@ def _prefix(prompt: list[int]) -> int:
     return len(prompt) * 3 // 4
 
 
-def _timed(generate: Generate, prompts: list[list[int]], tokens: int) -> tuple[float, list[int]]:
-    begin = time.perf_counter()
+def _timed(generate: Generate, prompts: list[list[int]], tokens: int) -> tuple[float, list[int], tuple[_Reads, _Reads]]:
+    """Seconds, cached tokens of each prompt, and the counts before and after."""
+    before, begin = count_totals(), time.perf_counter()
     cached = generate(prompts, tokens)
-    return time.perf_counter() - begin, cached
+    return time.perf_counter() - begin, cached, (before, count_totals())
 
 
 def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
@@ -239,9 +248,8 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
             if spent > settings.time_limit:
                 write({**row, "skipped": "the time limit was reached"})
                 continue
-            before = count_totals()
             row |= measure(measurement, generate, draw, settings)
-            write(row | read_shares(before, count_totals()))
+            write(row)
             print(
                 f"{variant.name}: {measurement.kind} of {measurement.requests} x "
                 f"{size_text(measurement.context)} tokens: "

@@ -140,12 +140,32 @@ def test_a_load_is_asked_at_once_and_counts_every_token(fake_engine):
     assert columns["total_tokens_per_second"] == pytest.approx(5 * (4000 + 128) / 20.635, abs=0.1)
 
 
-def test_rows_say_what_prompts_have_read_since_the_measurement_began():
+def test_rows_say_what_prompts_have_read():
     density, pairs = "vllm_sparse_prefill_density", "vllm_sparse_prefill_pairs"
     before = {density: (50.0, 100), "vllm_sparse_kv_read_share": (1.0, 2)}
     after = {density: (80.0, 200), pairs: (30.0, 40), "vllm_sparse_kv_read_share": (2.0, 4)}
-    assert read_shares(before, after) == {"prefill_density": 0.3, "prefill_pairs": 0.75}
-    assert read_shares(after, after) == {}
+    assert read_shares([(before, after)]) == {"prefill_density": 0.3, "prefill_pairs": 0.75}
+    assert read_shares([(before, after), (after, {density: (150.0, 300), pairs: (30.0, 40)})]) == {
+        "prefill_density": 0.5, "prefill_pairs": 0.75,
+    }  # fmt: skip
+    assert read_shares([(after, after)]) == {}
+
+
+@pytest.mark.parametrize("kind", ["first_token", "prefix_hit", "load"])
+def test_prompts_that_are_not_timed_do_not_count_as_read(fake_engine, monkeypatch, kind):
+    totals = [0.0, 0]
+
+    def generate(prompts, tokens):
+        # Prompts of the full length read a tenth; shorter ones, which warm up or fill the prefix cache, everything.
+        totals[0] += 1.0 if len(prompts[0]) == 1000 else 10.0
+        totals[1] += 10
+        return fake_engine.generate(prompts, tokens)
+
+    monkeypatch.setattr(
+        "bench.serving.prefill.count_totals", lambda: {"vllm_sparse_prefill_density": (totals[0], totals[1])}
+    )
+    columns = measure(Measurement(kind, 1000, 1000, 3), generate, fresh_prompts(4096), prefill_settings(chunk=256))
+    assert columns["prefill_density"] == 0.1
 
 
 @pytest.mark.parametrize(
