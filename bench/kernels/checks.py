@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from sparse_kernels.batch import QueryTokens
+from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, SHARE_UNITS, STRIPES, in_units
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.sparse_attention.reference import attend_pages
 
+from bench.kernels.cases import Geometry
 from bench.kernels.workload import DecodeInputs, TopKInputs, needles
 
 Calls = Mapping[str, Callable[[], Any]]
@@ -62,12 +64,23 @@ def scores(inputs: DecodeInputs, calls: Calls) -> None:
             wanted, found = expected[row, :, :pages], actual[row, :, :pages]
             if inputs.statistics.kind.is_leveled:
                 # Pages that are not refined have no score.
-                wanted = wanted.masked_fill(found == -torch.inf, 0)
-                found = found.masked_fill(found == -torch.inf, 0)
+                refined, least = found != -torch.inf, _least_refined(pages, geometry)
+                if not bool((refined.sum(dim=-1) >= least).all()):
+                    raise CheckError(f"{name}: request {rows[row]} has fewer than {least} refined pages")
+                wanted, found = (each.masked_fill(~refined, 0) for each in (wanted, found))
             error = (found - wanted).abs()
             allowed = _BF16_STEP * wanted.abs() + 1e-4 * wanted.abs().max()
             if not bool((error <= allowed).all()):
                 raise CheckError(f"{name}: a score of request {rows[row]} is off by {_largest(error):.3g}")
+
+
+def _least_refined(pages: int, geometry: Geometry) -> int:
+    """Pages of a row that leveled statistics score whole, if no two pages are equally good."""
+    if pages <= FLAT_PAGES:
+        return pages
+    stripes = torch.bincount(torch.arange(pages) // geometry.pages_per_block % STRIPES).tolist()
+    units = in_units(geometry.refined)
+    return sum(min(stripe, max(-(-stripe * units // SHARE_UNITS), LEAST_OF_STRIPE)) for stripe in stripes)
 
 
 def exact_selection(inputs: TopKInputs, calls: Calls) -> None:

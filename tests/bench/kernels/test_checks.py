@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_topk import select_pages
-from support.bench.kernels import SMALL, attend, decode, run, score, write
+from support.bench.kernels import CPU, SMALL, attend, decode, run, score, write
 
 from bench.kernels import checks
 from bench.kernels.calls import fused, split
-from bench.kernels.cases import TopKCase
+from bench.kernels.cases import DecodeCase, Geometry, TopKCase
 from bench.kernels.providers import PROVIDERS, Op
+from bench.kernels.workload import Workload
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +31,24 @@ def test_a_wrong_score_fails(decode_inputs, value):
     scores[3, 1, 17] = value
     with pytest.raises(checks.CheckError, match="call: a score of request 3"):
         checks.scores(decode_inputs, {"call": lambda: scores})
+
+
+@pytest.mark.parametrize("context", [768, 20480])
+def test_pages_without_a_score_fail_where_they_should_be_refined(context):
+    geometry = Geometry(num_kv_heads=1, head_size=32, k=8)
+    inputs = Workload(geometry, CPU, context // 64).decode_inputs(DecodeCase(1, context, 2, "leveled"))
+
+    def leveled():
+        return score_pages(
+            inputs.grouped_query, inputs.statistics, inputs.block_table.long(), inputs.num_pages, 0.75, geometry.refined
+        )
+
+    checks.scores(inputs, {"call": leveled})
+    scores = leveled()
+    scores[0, 0, scores[0, 0].topk(50).indices] = -torch.inf
+    for wrong in (scores, torch.full_like(scores, -torch.inf)):
+        with pytest.raises(checks.CheckError, match=r"call: request 0 has fewer than \d+ refined pages"):
+            checks.scores(inputs, {"call": lambda wrong=wrong: wrong})
 
 
 def test_sparse_decode_passes_twice_in_a_row(decode_inputs):
