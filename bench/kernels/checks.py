@@ -195,6 +195,12 @@ def _largest(error: torch.Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf).max())
 
 
+def require_finite(output: torch.Tensor, name: str) -> None:
+    """Raise CheckError if an output was not written or computed in some place, compared or not."""
+    if not bool(output.isfinite().all()):
+        raise CheckError(f"{name}: an output is not finite")
+
+
 def require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Raise CheckError unless every head of an attention output is close to the reference's."""
     if actual.shape != expected.shape:
@@ -216,14 +222,15 @@ def _skipped(inputs: DecodeInputs) -> torch.Tensor:
 def _require_routed(
     output: torch.Tensor, rows: list[int], expected: torch.Tensor, skipped: torch.Tensor | None, name: str
 ) -> None:
-    """Outputs are zero exactly for skipped groups, in every request; other outputs of some requests are compared."""
+    """Outputs are finite, and zero exactly for skipped groups, in every request; some requests are compared."""
     if skipped is None:
         require_close(output[rows], expected, name)
-        return
-    if not torch.equal(output.eq(0).all(dim=-1), skipped):
+    elif torch.equal(output.eq(0).all(dim=-1), skipped):
+        active = ~skipped[rows]
+        require_close(output[rows][active], expected[active], name)
+    else:
         raise CheckError(f"{name}: the groups with zero output are not the groups to skip")
-    active = ~skipped[rows]
-    require_close(output[rows][active], expected[active], name)
+    require_finite(output, name)
 
 
 def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch.Tensor:

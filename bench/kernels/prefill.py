@@ -26,7 +26,7 @@ from sparse_kernels.block_prefill import (
 )
 from sparse_kernels.block_prefill.sequences import PageEntries
 
-from bench.kernels.checks import Calls, CheckError, require_close
+from bench.kernels.checks import Calls, CheckError, require_close, require_finite
 from bench.kernels.workload import PrefillInputs
 
 DENSITY = BlockRule.density
@@ -295,7 +295,9 @@ def check_dense(inputs: PrefillInputs, calls: Calls) -> None:
     read = torch.ones(inputs.geometry.num_kv_heads, past, dtype=torch.bool, device=inputs.query.device)
     expected = plan.attention(last, read)
     for name, call in calls.items():
-        require_close(call()[last.tokens], expected, name)
+        output = call()
+        require_close(output[last.tokens], expected, name)
+        require_finite(output, name)
 
 
 def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -> None:
@@ -310,6 +312,7 @@ def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -
         output = call()
         for tile, attended in expected.items():
             require_close(output[tile.tokens], attended, f"{name}, tile {tile.index}")
+        require_finite(output, name)
 
 
 def check_regrouped(inputs: PrefillInputs, calls: Calls) -> None:

@@ -61,6 +61,25 @@ def test_sparse_decode_that_misses_a_page_fails(decode_inputs):
         checks.sparse_decode(decode_inputs, {"call": lambda: decode(decode_inputs, drop=1)})
 
 
+@pytest.mark.parametrize("op", ["decode", "whole"])
+def test_a_request_that_is_not_compared_has_to_be_written(decode_inputs, op):
+    check = checks.sparse_decode if op == "decode" else checks.dense
+    every = torch.arange(int(decode_inputs.num_pages.max())).expand(4, 2, -1)
+    every = torch.where(every < decode_inputs.num_pages[:, None, None], every, -1)
+
+    def call():
+        return decode(decode_inputs) if op == "decode" else attend(decode_inputs, every)
+
+    def careless():
+        output = call()
+        output[2, 1] = torch.nan
+        return output
+
+    check(decode_inputs, {"call": call})
+    with pytest.raises(checks.CheckError, match="call: an output is not finite"):
+        check(decode_inputs, {"call": careless})
+
+
 def test_attention_over_given_pages(decode_inputs):
     checks.attended(decode_inputs, {"call": lambda: attend(decode_inputs)})
     wrong = decode_inputs.pages.clone()

@@ -69,6 +69,18 @@ def spoiled(each, inputs, spoil):
     return {"call": lambda: found}
 
 
+@pytest.mark.parametrize("name", ["unique, density 0.1", "FlashAttention 3"])
+def test_tokens_that_are_not_compared_have_to_be_written(interpreted, name):
+    # Four tiles, the second of which is not compared.
+    inputs = Workload(SMALL, CPU, max_blocks=64).prefill_inputs(PrefillCase(1600, 256, 2))
+
+    def spoil(output):
+        output[70] = torch.nan
+
+    with pytest.raises(checks.CheckError, match="call: an output is not finite"):
+        PREFILL[name].check(inputs, spoiled(PREFILL[name], inputs, spoil))
+
+
 def swap_blocks(choice):
     pages, lengths = choice
     pages[:, [1, 2]] = pages[:, [2, 1]]
