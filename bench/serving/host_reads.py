@@ -11,6 +11,7 @@ counted, when the prompts are in the prefix cache. It needs a GPU.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,6 +117,7 @@ def host_reads_command(
     commit: Commit = None,
 ) -> None:
     """Measure the share of pages from host memory on texts; exit code 3 if an engine fails."""
+    end = time.monotonic() + time_limit
     read_batches(texts)
     budgets, sizes = parse_sizes("budget", budget), parse_sizes("copies", copies)
     failed: list[str] = []
@@ -128,7 +130,8 @@ def host_reads_command(
                 output=str(output.absolute()), texts=str(texts.absolute()), copies=size, budgets=budgets,
                 new_tokens=new_tokens, host_memory=host_memory,
             )  # fmt: skip
-            code = run_python("bench.serving", ["host-reads-variant", settings.model_dump_json()], time_limit)
+            left = end - time.monotonic()
+            code = run_python("bench.serving", ["host-reads-variant", settings.model_dump_json()], left)
             if code:
                 failed.append(f"the engine with copies of {size} tokens ended with exit code {code}")
             elif code is None:

@@ -87,13 +87,21 @@ def test_texts_are_objects(tmp_path):
 
 
 def test_an_engine_that_fails_is_named(texts, tmp_path, monkeypatch, model, capsys):
-    codes = iter([3, None])
-    monkeypatch.setattr(host_reads, "run_python", lambda *arguments: next(codes))
-    arguments = ["--model", model, "--texts", str(texts), "--copies", "2K,4K", "--budget", "512"]
+    codes, now, limits = iter([3, None]), [0.0], []
+
+    def run_python(_module, _arguments, seconds):
+        limits.append(seconds)
+        now[0] += 60
+        return next(codes)
+
+    monkeypatch.setattr(host_reads, "run_python", run_python)
+    monkeypatch.setattr(host_reads, "time", SimpleNamespace(monotonic=lambda: now[0]), raising=False)
+    arguments = ["--model", model, "--texts", str(texts), "--copies", "2K,4K", "--budget", "512", "--time-limit", "90"]
     monkeypatch.setattr(sys, "argv", ["serving", "host-reads", *arguments, "--output", str(tmp_path / "found.jsonl")])
     with pytest.raises(SystemExit) as ended:
         serving_main()
     assert ended.value.code == 3
+    assert limits == [90, 30]  # the limit is that of the command
     printed = " ".join(capsys.readouterr().out.split())
     assert "error: the engine with copies of 2048 tokens ended with exit code 3" in printed
     assert "error: the engine with copies of 4096 tokens was not done by the deadline" in printed
