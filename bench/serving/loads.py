@@ -25,6 +25,7 @@ from bench.common.results import Row
 from bench.serving.decode import NOISE, draw_prompts
 from bench.serving.variants import (
     BackendSettings,
+    generator,
     measure_variants,
     open_variant,
     time_tokens,
@@ -161,6 +162,9 @@ def loads_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
             return time.perf_counter() - begin
 
         drawn = draw_prompts(max(load.count for load in settings.loads), 1024, model.vocabulary)
+        # The first step makes the records of offloaded pages. Zeros would select the same pages in every step.
+        generator(llm)([drawn[0][:64]], 2)
+        llm.collective_rpc("fill_page_records")
         for load in settings.loads:
             about = {
                 **variant_columns(variant, backend, settings.additional_config, model),
