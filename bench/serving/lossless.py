@@ -54,6 +54,8 @@ class LosslessSettings(EngineSettings):
     """The sparse backend, or the dense one."""
     draft_tokens: int | None
     """None for dense decoding."""
+    most_draft_tokens: int
+    """Of all engines of the run."""
     draft_length: DraftLength
     min_context_tokens: int
     """Shortest context with drafts."""
@@ -95,8 +97,11 @@ class LosslessSettings(EngineSettings):
 
     @property
     def room(self) -> int:
-        """Most tokens that a request may emit: twice the average, because acceptance is random."""
-        return 2 * (self.repeats * self.new_tokens + 2 * self.settled * (1 + (self.draft_tokens or 0)))
+        """Most tokens that a request may emit: twice the average, because acceptance is random.
+
+        It is that of the longest drafts, so that all engines of a run get the same prompts.
+        """
+        return 2 * (self.repeats * self.new_tokens + 2 * self.settled * (1 + self.most_draft_tokens))
 
 
 class Requests:
@@ -198,6 +203,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
         prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
         for row in settings.grid:
             fits = blocks // -(-row.context // cache.block_size)
+            length = row.context - settings.room - 1
             for batch in row.batches:
                 assert batch is not None
                 for acceptance in settings.acceptance if settings.draft_tokens else (None,):
@@ -211,6 +217,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
                         "acceptance": acceptance,
                         "weights": "drawn" if model.drawn_weights else "checkpoint",
                         "context_tokens": row.context,
+                        "prompt_tokens": length,
                         "batch": batch,
                         "block_size": cache.block_size,
                         "start_seconds": round(start_seconds, 1),
@@ -220,7 +227,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
                         continue
                     if settings.draft_tokens:
                         llm.collective_rpc("accept_drafts", args=(acceptance,))
-                    asked = [prompt[: row.context - settings.room - 1] for prompt in prompts[:batch]]
+                    asked = [prompt[:length] for prompt in prompts[:batch]]
                     found = {**about, **measure_requests(llm.llm_engine, asked, settings)}
                     file.write(found)
                     print(
@@ -273,6 +280,7 @@ def lossless(
                 model=model if opened.drawn_weights else str(opened.folder),
                 backend=dense if length is None else "unique",
                 draft_tokens=length,
+                most_draft_tokens=max(lengths),
                 draft_length="adaptive" if adaptive else "fixed",
                 min_context_tokens=min_context_tokens,
                 score_every=every,

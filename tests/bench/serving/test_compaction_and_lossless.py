@@ -1,6 +1,7 @@
 """Measured compaction and lossless mode."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,7 @@ def lossless_settings(**changes) -> LosslessSettings:
         "model": "llama-3.1-8b",
         "backend": "unique",
         "draft_tokens": 3,
+        "most_draft_tokens": 3,
         "draft_length": "fixed",
         "min_context_tokens": 0,
         "score_every": 1,
@@ -85,6 +87,19 @@ def test_time_is_divided_by_the_tokens_that_came_out_of_whole_steps():
     assert len(engine.aborted) == 2
     with pytest.raises(RuntimeError, match="a request ended after"):
         measure_requests(SteppingEngine(), [[1]], lossless_settings(new_tokens=1).model_copy(update={"repeats": 500}))
+
+
+@pytest.mark.parametrize("options", [(), ("--adaptive",)])
+def test_dense_decoding_gets_the_prompts_of_lossless_mode(monkeypatch, tmp_path, options):
+    found = []
+    monkeypatch.setattr("bench.serving.lossless.measure_variants", lambda _, settings, *__: found.extend(settings))
+    arguments = ["--draft-tokens", "4,12", *options, "--output", str(tmp_path / "lossless.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["bench", "lossless", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    assert [settings.draft_tokens for settings in found] == [None, 4, 12]
+    assert len({settings.room for settings in found}) == 1
 
 
 def test_lossless_mode_is_compared_with_dense_decoding_of_the_same_batch():
