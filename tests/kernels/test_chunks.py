@@ -1,31 +1,23 @@
 """The chunks of a context whose best pages are candidates (`Chunks` in params.cuh), without a GPU."""
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import pytest
-import sparse_kernels
 from sparse_kernels.cuda.shared_memory import round_up
 from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch
+from support.emulated import HEADERS, compile_program, needs_compiler
 
-HEADERS = Path(sparse_kernels.__file__).parent / "cuda"
-WARPS = Path(__file__).parents[1] / "support" / "warps"
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled program."""
-    folder = tmp_path_factory.mktemp("chunks")
-    for source in (HEADERS / "params.cuh", WARPS / "common.cuh", WARPS / "chunks.cpp"):
-        shutil.copy(source, folder)
-    subprocess.run(["g++", "-std=c++20", "-w", "chunks.cpp", "-o", "chunks"], cwd=folder, check=True)
-    return folder / "chunks"
+    return compile_program(tmp_path_factory.mktemp("chunks"), "chunks", (HEADERS / "params.cuh",))
 
 
 def chunks_of(program: Path, cases: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

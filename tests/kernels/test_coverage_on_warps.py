@@ -1,26 +1,22 @@
 """The CUDA code that counts a coverage from the best pages (`best.cu`) on emulated warps, without a GPU."""
 
 import math
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sparse_kernels
 import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.page_coverage import Limits, page_logits
 from sparse_kernels.page_coverage.reference import count_pages
 from sparse_kernels.page_score import score_pages
+from support.emulated import HEADERS, ROOT, compile_program, needs_compiler
 from support.paged import make_batch
 
-ROOT = Path(sparse_kernels.__file__).parent
-WARPS = Path(__file__).parents[1] / "support" / "warps"
 SOURCES = (
-    *(ROOT / "cuda" / name for name in ("params.cuh", "score.cuh", "select.cuh", "weights.cuh")),
+    *(HEADERS / name for name in ("params.cuh", "score.cuh", "select.cuh", "weights.cuh")),
     *(ROOT / "page_coverage" / name for name in ("best.cu", "rows.cuh")),
-    *(WARPS / name for name in ("common.cuh", "best.cpp")),
 )
 SELECTION = PageSelection(1024, 1, 1)
 CASES = {
@@ -29,7 +25,7 @@ CASES = {
 }
 """Kind, group, head size, page size, pages of a block, context, softcap."""
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 class Row:
@@ -40,16 +36,13 @@ class Row:
         softcap: float,
     ) -> None:  # fmt: skip
         self.folder, self.group, self.context = folder, group, context
-        for source in SOURCES:
-            shutil.copy(source, folder)
         macros = {
             "QUERY": 0, "KV": 0, "GROUP": group, "HEAD_SIZE": head_size, "WARPS": 2, "PAGE_SIZE": page_size,
             "RECORD": {"sketch": 4, "quarters": 5}[kind], "PAGES_PER_BLOCK": per_block,
             "SHARED_BYTES": "sizeof(Shared)",
         }  # fmt: skip
         options = [f"-DSK_{name}={value}" for name, value in macros.items()]
-        compiler = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-pthread"]
-        subprocess.run([*compiler, *options, "best.cpp", "-o", "best"], cwd=folder, check=True)
+        compile_program(folder, "best", SOURCES, "-ffp-contract=off", *options)
         statistics = {"quarters": "int4", "sketch": "int2"}[kind]
         self.batch = make_batch([context], 1, head_size, page_size * per_block, page_size, statistics, kind)
         self.query = torch.randn(1, 1, group, head_size, generator=torch.Generator().manual_seed(3)).bfloat16()

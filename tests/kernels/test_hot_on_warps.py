@@ -1,30 +1,20 @@
 """The CUDA code that finds copies of pages (`hot.cuh`) on emulated warps: rows that run at the same time read the right
 bytes, without a GPU."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import sparse_kernels
+from support.emulated import HEADERS, compile_program, needs_compiler
 
-HEADERS = Path(sparse_kernels.__file__).parent / "cuda"
-WARPS = Path(__file__).parents[1] / "support" / "warps"
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", params=[256, 4096])
 def program(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The compiled program, for pages of so many bytes."""
-    folder = tmp_path_factory.mktemp("warps")
-    for header in ("hot.cuh", "params.cuh"):
-        shutil.copy(HEADERS / header, folder)
-    for source in ("common.cuh", "hot.cpp"):
-        shutil.copy(WARPS / source, folder)
-    compiler = ["g++", "-std=c++20", "-O1", "-w", "-pthread", f"-DSK_PAGE_BYTES={request.param}"]
-    subprocess.run([*compiler, "hot.cpp", "-o", "hot"], cwd=folder, check=True)
-    return folder / "hot"
+    headers = HEADERS / "hot.cuh", HEADERS / "params.cuh"
+    return compile_program(tmp_path_factory.mktemp("warps"), "hot", headers, f"-DSK_PAGE_BYTES={request.param}")
 
 
 @pytest.mark.parametrize(

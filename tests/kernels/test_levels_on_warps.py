@@ -1,19 +1,16 @@
 """The CUDA code of two levels (`levels.cuh`) on emulated warps: its bits are those of the rule, without a GPU."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sparse_kernels
 import torch
 from sparse_kernels.page_score.levels import FLAT_PAGES, in_units, refined_pages
+from support.emulated import HEADERS, compile_program, needs_compiler
 from support.levels import exact_scores
 from support.paged import make_batch
 
-HEADERS = Path(sparse_kernels.__file__).parent / "cuda"
-WARPS = Path(__file__).parents[1] / "support" / "warps"
 CASES = {
     "two blocks of four warps": ((4, 128, 8, 2, 4), (2300, 500, 1), 0.25),
     "eight blocks, small KV blocks": ((3, 64, 2, 8, 2), (2600,), 0.3),
@@ -24,7 +21,7 @@ CASES = {
 }
 """Group, head size, pages of a block, cluster and warps; pages; share."""
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(("shape", "lengths", "share"), CASES.values(), ids=CASES)
@@ -32,14 +29,10 @@ def test_the_keys_are_those_of_the_rule(
     tmp_path: Path, shape: tuple[int, ...], lengths: tuple[int, ...], share: float
 ) -> None:
     group, head_size, pages_per_block, _, _ = shape
-    for header in ("levels.cuh", "params.cuh", "score.cuh", "select.cuh"):
-        shutil.copy(HEADERS / header, tmp_path)
-    for source in ("common.cuh", "levels.cpp"):
-        shutil.copy(WARPS / source, tmp_path)
+    headers = tuple(HEADERS / name for name in ("levels.cuh", "params.cuh", "score.cuh", "select.cuh"))
     names = ("GROUP", "HEAD_SIZE", "PAGES_PER_BLOCK", "CLUSTER", "WARPS")
     macros = [f"-DSK_{name}={value}" for name, value in zip(names, shape, strict=True)]
-    compiler = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-pthread"]
-    subprocess.run([*compiler, *macros, "levels.cpp", "-o", "levels"], cwd=tmp_path, check=True)
+    compile_program(tmp_path, "levels", headers, "-ffp-contract=off", *macros)
     for pages in lengths:
         # A block holds records in units of 16 tokens.
         page_size = 16 if pages_per_block == 1 else 8

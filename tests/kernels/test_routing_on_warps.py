@@ -1,31 +1,21 @@
 """The CUDA code that decides which groups are skipped (`route.cuh`), on a CPU: it decides as the reference does."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import sparse_kernels
 import torch
 from sparse_kernels.group_routing import GROUP_SCORES
 from sparse_kernels.group_routing.reference import aggregate
+from support.emulated import HEADERS, compile_program, needs_compiler
 
-HEADERS = Path(sparse_kernels.__file__).parent / "cuda"
-WARPS = Path(__file__).parents[1] / "support" / "warps"
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("warps")
-    for header in ("route.cuh", "params.cuh"):
-        shutil.copy(HEADERS / header, folder)
-    for source in ("common.cuh", "route.cpp"):
-        shutil.copy(WARPS / source, folder)
-    compiler = ["g++", "-std=c++20", "-O1", "-w", "-pthread"]
-    subprocess.run([*compiler, "route.cpp", "-o", "route"], cwd=folder, check=True)
-    return folder / "route"
+    headers = HEADERS / "route.cuh", HEADERS / "params.cuh"
+    return compile_program(tmp_path_factory.mktemp("warps"), "route", headers)
 
 
 NAN = float("nan")
