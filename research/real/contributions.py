@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from research.real.model import Llama, causal_attention, causal_weights
+from research.real.model import Llama, causal_attention, newest_weights
+from research.real.rules import mask_of_best
 from research.real.texts import Prompt
 
 NEWEST = 128
@@ -28,14 +29,11 @@ class ContributionObserver:
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `model.Attend`."""
-        tokens = query.shape[2]
-        newest = min(NEWEST, tokens)
-        rows = torch.arange(tokens - newest, tokens, device=query.device)
-        weights = causal_weights(query[0, :, -newest:], key[0], self._scale, rows)
+        weights, _ = newest_weights(query[0], key[0], self._scale, NEWEST)
         values = value[0].float()
         written = weights * values.norm(dim=-1)[:, None, None]
         for count in COUNTS:
-            if count < tokens:
+            if count < query.shape[2]:
                 self.rows.append({"layer": layer, "tokens": count} | compare(weights, written, values, count))
         return causal_attention(query, key, value, self._scale)
 
@@ -68,18 +66,12 @@ def compare(weights: torch.Tensor, written: torch.Tensor, values: torch.Tensor, 
     return {name: round(number.item(), 5) for name, number in found.items()}
 
 
-def mask_of_best(order: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where the largest `count` numbers of each row are."""
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.topk(count, dim=-1).indices, True)
-
-
 def measure_contributions(model: Llama, texts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
     """Yield a row for each text, layer and number of tokens."""
     for text in texts:
         about = {"study": "contributions", "text": text.name, "kind": text.kind, "context_tokens": text.context_tokens}
         begin, observer = time.monotonic(), ContributionObserver(model)
-        ids = torch.tensor(text.tokens, device=model.device)
-        model.hidden(ids[None], torch.arange(len(ids), device=model.device), observer.attend)
+        model.hidden_of(text.tokens, observer.attend)
         seconds = round(time.monotonic() - begin, 1)
         for row in observer.rows:
             yield about | {"arm": "layer"} | row | {"seconds": seconds}

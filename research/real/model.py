@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -150,6 +150,16 @@ class Llama:
             x = self._add(layer, x, F.linear(h, self.weight(layer, "mlp.down_proj")), "post_feedforward_layernorm")
         return x
 
+    def hidden_of(
+        self,
+        text: Sequence[int],
+        attend: Attend,
+        project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Read a text. Return `[tokens, hidden_size]`, see `hidden`."""
+        ids = torch.tensor(text, device=self.device)
+        return self.hidden(ids[None], torch.arange(len(ids), device=self.device), attend, project)[0]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits of hidden states."""
         return F.linear(self._norm(hidden, self._weights["norm.weight"]), self._weights["lm_head.weight"]).float()
@@ -291,6 +301,22 @@ def causal_weights(query: torch.Tensor, keys: torch.Tensor, scale: float, rows: 
     hidden = torch.arange(keys.shape[-2], device=keys.device) > rows[:, None]
     weights: torch.Tensor = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
     return weights
+
+
+def newest_weights(
+    query: torch.Tensor, keys: torch.Tensor, scale: float, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the causal weights of the newest queries of a text, see `causal_weights`, and their positions.
+
+    Args:
+        query: `[num_query_heads, num_tokens, head_size]`.
+        keys: `[num_kv_heads, num_tokens, head_size]`.
+        scale: factor of the logits.
+        count: number of queries; all of a shorter text.
+    """
+    first = max(query.shape[-2] - count, 0)
+    rows = torch.arange(first, query.shape[-2], device=query.device)
+    return causal_weights(query[:, first:], keys, scale, rows), rows
 
 
 def read(model: Llama, tokens: torch.Tensor, cache: Cache, watch: Attend | None = None) -> torch.Tensor:

@@ -220,10 +220,10 @@ def choose(scores: torch.Tensor, rule: Rule, budget: int, tail: int = 0) -> torc
         of_layer = scores[layer]
         if rule.adaptive:
             floor = max(size // 5, min(newest + SINKS, size))
-            of_layer = of_layer.masked_fill(_best(of_layer, floor), torch.inf)
-            kept.append(_best(of_layer.flatten()[None], size * num_heads).view(num_heads, num_tokens))
+            of_layer = of_layer.masked_fill(mask_of_best(of_layer, floor), torch.inf)
+            kept.append(mask_of_best(of_layer.flatten()[None], size * num_heads).view(num_heads, num_tokens))
         else:
-            kept.append(_best(of_layer, size))
+            kept.append(mask_of_best(of_layer, size))
     return torch.stack(kept)
 
 
@@ -244,6 +244,7 @@ def _blocks(tokens: float) -> int:
     return max(int(tokens) // BLOCK, 1) * BLOCK
 
 
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+def mask_of_best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where the largest `count` scores of each row are; of equal ones the first."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

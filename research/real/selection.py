@@ -86,8 +86,7 @@ def capture(model: Llama, tokens: Sequence[int], ends: Sequence[int], newest: in
             output[:, :, some] = causal_attention(query[:, :, some], key[:, :, :end], value[:, :, :end], model.scale)
         return output
 
-    ids = torch.tensor(tokens, device=model.device)
-    hidden = model.hidden(ids[None], torch.arange(len(ids), device=model.device), attend)[0]
+    hidden = model.hidden_of(tokens, attend)
     return [Context(end, found, hidden[some]) for end, found, some in zip(ends, layers, rows, strict=True)]
 
 

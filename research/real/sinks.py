@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from research.real.model import Attend, Llama, causal_attention, causal_weights, window_attention
+from research.real.model import Attend, Llama, causal_attention, newest_weights, window_attention
 from research.real.texts import Prompt
 
 NEWEST = 128
@@ -42,13 +42,11 @@ class SinkObserver:
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `model.Attend`."""
-        tokens, newest = query.shape[2], min(NEWEST, query.shape[2])
-        rows = torch.arange(tokens - newest, tokens, device=query.device)
-        weights = causal_weights(query[0, :, -newest:], key[0], self._model.scale, rows)
+        weights, rows = newest_weights(query[0], key[0], self._model.scale, NEWEST)
         self._mass = weights[..., 0]
         self._count_levels(weights, rows)
         keys, values = key[0].float(), value[0].float()
-        grouped = query[0, :, -newest:].unflatten(0, (len(keys), -1)).float()
+        grouped = query[0, :, -len(rows) :].unflatten(0, (len(keys), -1)).float()
         about = {
             "mass": self._mass,
             "sink_heads": self._mass >= SINK_MASS,
@@ -111,7 +109,7 @@ def measure_sinks(model: Llama, texts: Sequence[Prompt], arms: Sequence[str], wo
     for text in texts:
         about = {"study": "sinks", "text": text.name, "kind": text.kind, "context_tokens": text.context_tokens}
         begin, observer = time.monotonic(), SinkObserver(model)
-        hidden = _run(model, text.tokens, observer.attend, observer.project)
+        hidden = model.hidden_of(text.tokens, observer.attend, observer.project)
         for row in observer.layers:
             rounded = {name: round(number, 5) if name != "layer" else number for name, number in row.items()}
             yield about | {"arm": "layer"} | rounded
@@ -124,7 +122,7 @@ def measure_sinks(model: Llama, texts: Sequence[Prompt], arms: Sequence[str], wo
             if arm == DENSE:
                 found = hidden
             else:
-                found = _run(model, [*before, *text.tokens], _window(model, 0 if arm == WINDOW else SINKS))
+                found = model.hidden_of([*before, *text.tokens], _window(model, 0 if arm == WINDOW else SINKS))
             nats = _nats(model, found[len(before) :], text.tokens)
             seconds = round(time.monotonic() - begin, 1)
             yield about | {"arm": arm, "window_tokens": WINDOW_TOKENS, "nats": round(nats, 4), "seconds": seconds}
@@ -136,16 +134,6 @@ def _window(model: Llama, sinks: int) -> Attend:
         return window_attention(query, key, value, model.scale, sinks, WINDOW_TOKENS - sinks)
 
     return attend
-
-
-def _run(
-    model: Llama,
-    tokens: Sequence[int],
-    attend: Attend,
-    project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    ids = torch.tensor(tokens, device=model.device)
-    return model.hidden(ids[None], torch.arange(len(ids), device=model.device), attend, project)[0]
 
 
 def _nats(model: Llama, hidden: torch.Tensor, tokens: Sequence[int]) -> float:
