@@ -15,7 +15,7 @@ from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.offload import Offload
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
-from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.routing import FITTED, VERDICT, Routing
 from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.names import KEY as KEY
@@ -145,6 +145,9 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 """Pairs of keys of a section. If a later source gives the first key, it replaces the second key, which is an
 alternative or belongs to an alternative."""
+MEASURED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {"routing": (FITTED, VERDICT)}
+"""Keys of a section that were measured together, and those of the verdict on them. If a later source changes one of the
+former, the verdict no longer holds."""
 
 
 @dataclass(frozen=True)

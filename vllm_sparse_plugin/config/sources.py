@@ -16,8 +16,15 @@ from pydantic import ValidationError
 from vllm_sparse_plugin.config import files
 from vllm_sparse_plugin.config.effects import check_effects, with_one_window
 from vllm_sparse_plugin.config.messages import sentence_of
-from vllm_sparse_plugin.config.routing import FITTED, VERDICT, Routing
-from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.schema import (
+    KEY,
+    MEASURED,
+    REPLACED,
+    SECTIONS,
+    VARIANTS,
+    ResolvedConfig,
+    SparseAttentionConfig,
+)
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 
@@ -145,9 +152,8 @@ def _replaced(section: str, before: Mapping[str, Any], values: Mapping[str, Any]
         for form, replaced in REPLACED.get(section, ())
         if values.get(form) is not None and values.get(replaced) is None
     ]
-    if section == "routing":
-        given = {name: values[name] for name in FITTED if values.get(name) is not None}
-        if any(value != before.get(name, Routing.model_fields[name].default) for name, value in given.items()):
-            # The verdict is about the values that were measured, all together.
-            names += [name for name in VERDICT if name not in values]
+    measured, verdict = MEASURED.get(section, ((), ()))
+    given = {name: values[name] for name in measured if values.get(name) is not None}
+    if any(value != before.get(name, SECTIONS[section][name].default) for name, value in given.items()):
+        names += [name for name in verdict if name not in values]
     return names
