@@ -23,6 +23,7 @@ from sparse_kernels.token_prefill import (
     Scratch,
     TokenRule,
     draw_probes,
+    rows_that_see,
     token_prefill,
 )
 from sparse_kernels.token_prefill.reference import attend_all, attend_kept, column_sums
@@ -152,8 +153,7 @@ def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
     """Every token that is kept for its attention has at least that of every token that is not."""
     parts = Parts(inputs, ALL_ATTEND)
     tokens = inputs.case.context
-    rows_that_see = (parts.probes[0][:, None] >= torch.arange(tokens, device=inputs.query.device)).sum(dim=0)
-    normalised = parts.sums()[0, :tokens] / rows_that_see
+    normalised = parts.sums()[0, :tokens] / rows_that_see(parts.probes, tokens)[0]
     wanted = math.ceil(KEPT * tokens)
     for name, call in calls.items():
         mask = call().mask[0, :tokens]

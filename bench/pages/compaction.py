@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_rows, read_run
@@ -120,22 +122,25 @@ def decoding() -> Block:
 
 def window() -> Block:
     """The same load, measured for some seconds of a busy server."""
-    lines = [
-        [f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['output_tokens_per_second']:,.0f}"]
-        for row in read_run(WINDOW).rows
-    ]
-    return Block(table(["backend", "requests at once", "output tokens per s"], lines), [WINDOW])
+    return _window(WINDOW)
 
 
 def zipvl() -> Block:
-    """Requests that run at once, and throughput, with ZipVL's prefill and eviction."""
+    """The same with ZipVL's prefill and eviction, and the answers that ended in the window."""
+    return _window(CAPACITY_ZIPVL, {"completed": "finished in the window"})
+
+
+def _window(path: Path, counts: Mapping[str, str] = MappingProxyType({})) -> Block:
+    """Requests that run at once, and throughput; between them the headings of further columns by their names."""
     lines = [
-        [f"`{row['variant']}`", f"{row['running_mean']:.0f}", f"{row['completed']}",
-         f"{row['output_tokens_per_second']:,.0f}"]
-        for row in read_run(CAPACITY_ZIPVL).rows
+        [
+            f"`{row['variant']}`", f"{row['running_mean']:.0f}", *(str(row[name]) for name in counts),
+            f"{row['output_tokens_per_second']:,.0f}",
+        ]
+        for row in read_run(path).rows
     ]  # fmt: skip
-    headings = ["backend", "requests at once", "finished in the window", "output tokens per s"]
-    return Block(table(headings, lines), [CAPACITY_ZIPVL])
+    headings = ["backend", "requests at once", *counts.values(), "output tokens per s"]
+    return Block(table(headings, lines), [path])
 
 
 def turns() -> Block:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.common.options import size_text
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
@@ -107,14 +108,13 @@ def zipvl_layer() -> Block:
     """One layer of ZipVL's prefill, and its parts, compared with dense attention."""
     names = "zipvl", "zipvl_paper", "part: probe", "part: choice"
     rows = []
-    for (_, case), providers in read_times(TOKENS).items():
-        dense, *found = (token_times(providers, name) for name in (RIVALS[0], *names))
-        cells = (f"{each:.2f}" for each in (dense, *found))
-        rows.append([case.split("s")[1].split()[0], *cells])
+    for providers in read_times(TOKENS).values():
+        cells = (f"{cold_ms(providers, name):.2f}" for name in (RIVALS[0], *names))
+        rows.append([size_text(providers[RIVALS[0]]["case"]["context"]), *cells])
     return Block(table(["prompt", RIVALS[0], "`zipvl`", "`zipvl_paper`", "probe", "choice"], rows), [TOKENS])
 
 
-def token_times(providers: dict[str, Row], name: str) -> float:
+def cold_ms(providers: dict[str, Row], name: str) -> float:
     """Milliseconds of a provider, cold."""
     return float(providers[name]["cold"]["median_us"]) / 1e3
 

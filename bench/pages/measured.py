@@ -231,10 +231,8 @@ def routed_steps() -> Found:
 
 def cosine_finds() -> Found:
     """The AUPRC of the cosine."""
-    tiny = (_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m"))
-    paths = [quality.CALIBRATED["mean"], *tiny]
-    found = (read_run(path).rows[0]["auprc"] for path in paths)
-    return Found(", ".join(f"{name}: {value:.3f}" for name, value in zip("SWN", found, strict=True)), paths)
+    cells = (f"{letter}: {read_run(path).rows[0]['auprc']:.3f}" for letter, path in quality.CALIBRATIONS.items())
+    return Found(", ".join(cells), list(quality.CALIBRATIONS.values()))
 
 
 def skipped_by_task() -> Found:
@@ -256,7 +254,7 @@ def forty() -> Found:
 def missed_contributions() -> Found:
     """The share of the tokens of largest contribution that an order by weight misses."""
     shares = (
-        mean(row["missed"] for row in real.contribution_rows(_TEXT_TOKENS, count, real.ESSAYS)) for count in (64, 1024)
+        mean(row["missed"] for row in real.contribution_rows(_TEXT_TOKENS, count, sinks.ESSAYS)) for count in (64, 1024)
     )
     return Found(f"S: {', '.join(f'{share:.0%}' for share in shares)} of best 64, 1,024 missed", [real.CONTRIBUTIONS])
 
@@ -272,7 +270,7 @@ def probe_time() -> Found:
     """The time of the probe and of the choice in one layer of a prompt of 16K, and of dense attention."""
     providers = kernels.read_times(kernels.TOKENS)["tokens", "1q16Ks16K g4"]
     names = "part: probe", "part: choice", kernels.RIVALS[0]
-    probe, choice, dense = (kernels.token_times(providers, name) for name in names)
+    probe, choice, dense = (kernels.cold_ms(providers, name) for name in names)
     return Found(f"{probe:.2f} + {choice:.2f} of {dense:.2f} ms", [kernels.TOKENS])
 
 

@@ -27,6 +27,12 @@ _WEIGHTED = {
 """Statistics and the lambda of their score."""
 CALIBRATED = {score: RESULTS / "h200" / "calibrate" / f"smollm2-135m_{score}.jsonl" for score in ("mean", "max", "min")}
 """Calibrations of a pretrained model by the score of a KV group."""
+CALIBRATIONS = {
+    "W": _CPU / "calibrate" / "witness-6m.jsonl",
+    "N": _CPU / "calibrate" / "needle-8m.jsonl",
+    "S": CALIBRATED["mean"],
+}
+"""Calibrations of models with many, few and some sink groups, by the letter of the model."""
 _WITNESS_MIXES = {
     "dense": "with `dense`",
     "sinkrouter": "with `sinkrouter`",
@@ -177,8 +183,7 @@ def calibrated_sweep() -> Block:
 
 def calibrated() -> Block:
     """Results of `vllm-sparse calibrate` for models with many, few and some sink groups."""
-    paths = [*(_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")), CALIBRATED["mean"]]
-    rows = []
+    paths, rows = list(CALIBRATIONS.values()), []
     for run in map(read_run, paths):
         (line,) = run.rows
         skipped, precision, recall = line["detection"]

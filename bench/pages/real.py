@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, model_of, read_rows, read_run
 from bench.pages.serving import read_steps
-from bench.pages.sinks import whole_texts
+from bench.pages.sinks import ESSAYS, whole_texts
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess, estimate_mean, estimate_ratio
 
@@ -37,7 +37,7 @@ _NOISE, DENSE = "noise", "dense"
 _DECODED = 128
 """Tokens of a text that are decoded."""
 _PAGE_TOKENS = 8
-ESSAYS, _CODE, _TEXT_TOKENS = "prose", "code", 7680
+_CODE, _TEXT_TOKENS = "code", 7680
 STATISTICS = {
     "quarters4_wider": "`quarters`",
     "keys2_best": "all keys of a page in 2 bits",
@@ -288,10 +288,7 @@ def policies() -> Block:
             continue
         name, budget = setting.rsplit("-", 1)
         shares = (row["kv_read_share"] for row in rows if (row["setting"], row["text"]) == (setting, "essay_7700"))
-        cells = []
-        for text in TEXTS:
-            found = [row for row in rows if row["text"] == text]
-            cells.append(_excess(_agreements(found, _AGAIN), _agreements(found, setting)))
+        cells = [_percent(changed_in(SERVED_POLICIES, setting, text)) for text in TEXTS]
         lines.append(
             (int(budget), POLICIES.index(name), [f"`{name}`", f"{int(budget):,}", f"{_mean(shares):.1%}", *cells])
         )
@@ -327,15 +324,8 @@ def forty() -> Block:
     """Eviction, windows and routing at two fifths of the cache: changed next tokens, and RULER."""
     texts, answers = _rows(FORTY_TEXTS), _rows(FORTY_ANSWERS)
     (context,) = {row["context_tokens"] for row in answers}
-    lines = [
-        [
-            "dense attention",
-            "100%",
-            "100%",
-            *("-" for _ in _FORTY_TEXTS),
-            _interval(ruler_score(answers, DENSE, context)),
-        ]
-    ]
+    dense = _interval(ruler_score(answers, DENSE, context))
+    lines = [["dense attention", "100%", "100%", *("-" for _ in _FORTY_TEXTS), dense]]
     for setting, name in FORTY.items():
         shares = [row for row in texts if row["setting"] == setting]
         cells = (f"{_mean(row[share] for row in shares):.0%}" for share in ("key_kept_share", "kv_read_share"))
@@ -364,9 +354,8 @@ def contributions() -> Block:
             cells += [f"{_mean(row['missed'] for row in found):.1%}"]
             cells += [f"{_mean(row[f'{order}_error'] for row in found):.3f}" for order in ("weight", "contribution")]
         lines.append(cells)
-    headings = [
-        f"{kind}: {column}" for kind in ("prose", "code") for column in ("missed", "error by weight", "by contribution")
-    ]
+    columns = "missed", "error by weight", "by contribution"
+    headings = [f"{kind}: {column}" for kind in (ESSAYS, _CODE) for column in columns]
     return Block(table(["tokens", *headings], lines), [CONTRIBUTIONS])
 
 

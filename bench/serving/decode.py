@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable
 from itertools import product
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -39,6 +39,9 @@ from bench.serving.variants import (
 )
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
 # Round figures of one H200, only for the forecast.
@@ -163,9 +166,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
         prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
         if settings.noise_cache:
-            # The first step makes the records.
-            generates[False]([prompts[0][:64]], 2)
-            llm.collective_rpc("fill_page_records")
+            fill_records(llm, prompts[0])
         for row in settings.grid:
             fits = blocks // -(-row.context // block_size)
             length = row.context - settings.new_tokens - 1
@@ -272,6 +273,13 @@ def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seq
                 f"the model's {limit}"
             )
         check_batches(row, max_num_seqs)
+
+
+def fill_records(llm: LLM, prompt: list[int]) -> None:
+    """Fills the records of offloaded pages with noise: zeros would select the same pages in every step."""
+    # The first step makes the records.
+    generator(llm)([prompt[:64]], 2)
+    llm.collective_rpc("fill_page_records")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

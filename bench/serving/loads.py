@@ -22,10 +22,9 @@ from bench.common.engine import DECODE_GRAPHS, Variant, engine, parse_variants
 from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_size, parse_sizes, size_text, split_values
 from bench.common.results import Row
-from bench.serving.decode import NOISE, draw_prompts
+from bench.serving.decode import NOISE, draw_prompts, fill_records
 from bench.serving.variants import (
     BackendSettings,
-    generator,
     measure_variants,
     open_variant,
     time_tokens,
@@ -162,9 +161,7 @@ def loads_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
             return time.perf_counter() - begin
 
         drawn = draw_prompts(max(load.count for load in settings.loads), 1024, model.vocabulary)
-        # The first step makes the records of offloaded pages. Zeros would select the same pages in every step.
-        generator(llm)([drawn[0][:64]], 2)
-        llm.collective_rpc("fill_page_records")
+        fill_records(llm, drawn[0])
         for load in settings.loads:
             about = {
                 **variant_columns(variant, backend, settings.additional_config, model),

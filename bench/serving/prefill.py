@@ -179,12 +179,12 @@ def read_shares(reads: Sequence[tuple[_Reads, _Reads]]) -> Row:
     """The columns of what prompts have read, by the counts before and after each; none with dense prefill."""
     shares = {}
     for name, column in _READS.items():
-        (amounts, counts), (amounts_before, counts_before) = (
-            map(sum, zip(*(totals.get(name, (0.0, 0)) for totals in side), strict=True))
-            for side in ([after for _, after in reads], [before for before, _ in reads])
+        amount, count = (
+            sum(after.get(name, (0.0, 0))[part] - before.get(name, (0.0, 0))[part] for before, after in reads)
+            for part in (0, 1)
         )
-        if counts > counts_before:
-            shares[column] = round((amounts - amounts_before) / (counts - counts_before), 4)
+        if count:
+            shares[column] = round(amount / count, 4)
     return shares
 
 
