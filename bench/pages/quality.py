@@ -31,6 +31,7 @@ CALIBRATIONS = {
     "W": _CPU / "calibrate" / "witness-6m.jsonl",
     "N": _CPU / "calibrate" / "needle-8m.jsonl",
     "S": CALIBRATED["mean"],
+    "G": RESULTS / "h200" / "calibrate" / "gemma-3-270m_mean.jsonl",
 }
 """Calibrations of models with many, few and some sink groups, by the letter of the model."""
 _WITNESS_MIXES = {

@@ -24,6 +24,8 @@ SERVED_UNIQUE, SERVED_EVERY, SERVED_POLICIES, SERVED_BACKENDS = (
 EVICTING_GEMMA = _REAL / "served_evicting_gemma.jsonl"
 EVICTING_GEMMA_MORE = RESULTS / "h100" / "real" / "served_evicting_gemma.jsonl"
 """The same on another host, with larger budgets and the published form."""
+OTHERS_GEMMA = [_REAL / f"served_{name}_gemma.jsonl" for name in ("paper", "routed")]
+"""The same texts with published forms of backends, and routed as calibrated."""
 FORTY_TEXTS, FORTY_ANSWERS = _REAL / "forty_served.jsonl", _REAL / "forty_ruler.jsonl"
 """Two fifths of the cache: H2O and StreamingLLM keep them, SinkRouter reads them."""
 CONTRIBUTIONS = _REAL / "contributions.jsonl"
@@ -97,7 +99,7 @@ FORTY = {
     },
 }
 _FORTY_TEXTS = {"essay_4096": "essays", "code_4096": "code"}
-GEMMA_KINDS = ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")
+GEMMA_KINDS = {text: text for text in ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")}
 POLICIES = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
 _SCORES = RESULTS / "cpu-2core" / "page-scores"
 COVERAGES = {
@@ -302,22 +304,27 @@ def policies() -> Block:
 
 def backends() -> Block:
     """What vLLM decodes of texts with the other backends, beside dense attention in other batches."""
-    return _backends(SERVED_BACKENDS, TEXTS)
+    return _backends([SERVED_BACKENDS], TEXTS)
 
 
 def backends_gemma() -> Block:
     """The same with Gemma 3 270M."""
-    return _backends(SERVED_GEMMA, GEMMA_TEXTS)
+    return _backends([SERVED_GEMMA], GEMMA_TEXTS)
 
 
 def evicting_gemma() -> Block:
     """The same with Gemma 3 270M under eviction."""
-    return _backends(EVICTING_GEMMA, {text: text for text in GEMMA_KINDS})
+    return _backends([EVICTING_GEMMA], GEMMA_KINDS)
 
 
 def evicting_gemma_more() -> Block:
     """The same with larger budgets and the published form of SnapKV, from another host."""
-    return _backends(EVICTING_GEMMA_MORE, {text: text for text in GEMMA_KINDS}, ("snapkv-2048", "snapkv_paper"))
+    return _backends([EVICTING_GEMMA_MORE], GEMMA_KINDS, ("snapkv-2048", "snapkv_paper"))
+
+
+def others_gemma() -> Block:
+    """The same with published forms of other backends, and with routing."""
+    return _backends(OTHERS_GEMMA, GEMMA_KINDS)
 
 
 def forty() -> Block:
@@ -365,19 +372,20 @@ def contribution_rows(context: int, count: int, kind: str) -> list[Row]:
     return [row for row in rows if (row["context_tokens"], row["kind"]) == (context, kind)]
 
 
-def _backends(path: Path, texts: Mapping[str, str], settings: Sequence[str] = ()) -> Block:
+def _backends(paths: Sequence[Path], texts: Mapping[str, str], settings: Sequence[str] = ()) -> Block:
     """The share of next tokens that each setting, or some of them, changes, by kind of text."""
-    rows, lines = _rows(path), []
-    evicts = any(row["key_kept_share"] < 1 for row in rows)
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        if setting == _AGAIN or (settings and setting not in settings):
-            continue
-        first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
-        kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []
-        cells = [_percent(changed_in(path, setting, text)) for text in texts]
-        lines.append([*_named(setting), *kept, *cells])
+    runs, lines = {path: _rows(path) for path in paths}, []
+    evicts = any(row["key_kept_share"] < 1 for rows in runs.values() for row in rows)
+    for path, rows in runs.items():
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            if setting == _AGAIN or (settings and setting not in settings):
+                continue
+            first = [row for row in rows if row["setting"] == setting and row["text"] == next(iter(texts))]
+            kept = [f"{_mean(row['key_kept_share'] for row in first):.0%}"] if evicts else []
+            cells = [_percent(changed_in(path, setting, text)) for text in texts]
+            lines.append([*_named(setting), *kept, *cells])
     headings = ["backend", "tokens", *(["keys kept"] if evicts else []), *texts.values()]
-    return Block(table(headings, lines), [path])
+    return Block(table(headings, lines), paths)
 
 
 def anchors() -> Block:
@@ -574,6 +582,9 @@ def _of_arm(rows: Sequence[Row], arm: Arm) -> list[Row]:
 
 def _named(setting: str) -> list[str]:
     """The backend of a setting and the tokens that it reads or keeps, in a table."""
+    backend, routed, _ = setting.partition("+config=")
+    if routed:
+        return [f"`{backend}`", "calibrated"]
     backend, _, tokens = setting.partition("-")
     return [f"`{backend}`", f"{int(tokens):,}" if tokens else "all" if setting == DENSE else "preset"]
 

@@ -44,6 +44,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "real-backends-gemma": real.backends_gemma,
     "real-evicting-gemma": real.evicting_gemma,
     "real-evicting-gemma-more": real.evicting_gemma_more,
+    "real-others-gemma": real.others_gemma,
     "real-forty": real.forty,
     "real-contributions": real.contributions,
     "real-ruler": real.ruler,

@@ -12,7 +12,7 @@ from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
 MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique"))
-ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
+ADAPTIVE = H200 / "lossless" / "adaptive.jsonl"
 _REUSE = H200 / "lossless" / "score_every.jsonl"
 _MAIN, _MAIN_H100 = (RESULTS / machine / "decode" / "main.jsonl" for machine in ("h200", "h100"))
 """Decode steps of FlashAttention 3 and of the default."""
@@ -217,14 +217,14 @@ def decode_stopping() -> Block:
 def lossless_adaptive() -> Block:
     """Time per token of lossless mode with adaptive drafts, by context, batch and set acceptance, compared with dense
     decoding; and the cost of the mode without drafts."""
-    found = [each for path in ADAPTIVE for each in _drafted(path)]
+    found = _drafted(ADAPTIVE)
     parts = [_lossless_table([each for each in found if each[0]["tokens_per_step"] > 1])]
     if undrafted := [(row, row["ms_per_token"] / dense) for row, dense in found if row["tokens_per_step"] == 1]:
         times = [ratio for _, ratio in undrafted]
         reach = f"{min(times):.2f} to {max(times):.2f}"
         longest = max(row["context_tokens"] for row, _ in undrafted)
         parts.append(f"Without drafts (contexts of {longest:,} tokens) a token takes {reach} times as long as densely.")
-    return Block("\n\n".join(parts), list(ADAPTIVE))
+    return Block("\n\n".join(parts), [ADAPTIVE])
 
 
 def lossless_reuse() -> Block:

@@ -325,7 +325,7 @@ def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_pat
         tmp_path / "adaptive.jsonl",
         row(2048, 5.0), row(131072, 9.0), row(131072, 6.0, 0.97, 8.5), row(2048, 5.05, 0.9), row(2048, 4.99, 0.97),
     )  # fmt: skip
-    monkeypatch.setattr(serving, "ADAPTIVE", (path,))
+    monkeypatch.setattr(serving, "ADAPTIVE", path)
     lines = serving.lossless_adaptive().text.splitlines()
     assert lines[2:] == [
         "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
@@ -672,6 +672,25 @@ def test_look_alikes_are_shown_by_the_budget_that_was_asked(tmp_path, monkeypatc
     assert lines[-1] == "| 4,096 | 1/1 | 0/1 | 1/1 |"
 
 
+def test_settings_of_several_files_are_held_to_the_noise_of_their_file(tmp_path, monkeypatch):
+    routed = "sinkrouter+config=gemma-3-270m_mean.yaml+routing.accept=not_recommended"
+    paths = []
+    for setting, again, agreement in (("pyramidkv_paper", 1.0, 0.75), (routed, 0.75, 0.25)):
+        rows = (
+            {"setting": name, "id": str(text), "text": kind, "agreement": share, "key_kept_share": kept}
+            for text, kind in enumerate(real.GEMMA_KINDS) for name, share, kept in (
+                ("dense-again", again, 1.0), (setting, agreement, 0.14 if setting == "pyramidkv_paper" else 1.0),
+            )
+        )  # fmt: skip
+        paths.append(write_run(tmp_path / f"{len(paths)}.jsonl", *rows))
+    monkeypatch.setattr(real, "OTHERS_GEMMA", paths)
+    block = real.others_gemma()
+    evicted, routed_line = block.text.splitlines()[2:]
+    assert evicted.startswith("| `pyramidkv_paper` | preset | 14% | 25.0%")
+    assert routed_line.startswith("| `sinkrouter` | calibrated | 100% | 50.0%")
+    assert block.sources == paths
+
+
 def test_notices_tell_the_measured_shares():
     few = [
         real.changed_in(real.SERVED_POLICIES, f"{policy}-512", text) for policy in real.POLICIES for text in real.TEXTS
@@ -680,6 +699,7 @@ def test_notices_tell_the_measured_shares():
         *(real.changed_in(real.EVICTING_GEMMA, setting, text)
           for setting in ("snapkv", "pyramidkv", "h2o", "streaming_llm-1024") for text in real.GEMMA_KINDS),
         *(real.changed_in(real.EVICTING_GEMMA_MORE, "snapkv_paper", text) for text in real.GEMMA_KINDS),
+        *(real.changed_in(real.OTHERS_GEMMA[0], "pyramidkv_paper", text) for text in real.GEMMA_KINDS),
         *(real.changed_in(real.SERVED_BACKENDS, setting, text)
           for setting in ("snapkv", "snapkv_paper", "pyramidkv", "h2o") for text in real.TEXTS),
     ]  # fmt: skip
