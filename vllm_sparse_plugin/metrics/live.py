@@ -130,7 +130,7 @@ def expose() -> None:
     """
     is_worker = multiprocessing.parent_process() is not None
     folder = os.environ.get(_OUR_FOLDER)
-    if _VLLM_FOLDER in os.environ or (folder is not None and (is_worker or folder == _made_folder)):
+    if os.environ.get(_VLLM_FOLDER) or (folder is not None and (is_worker or folder == _made_folder)):
         return
     with dropping("there are none"):
         _make_folder()
