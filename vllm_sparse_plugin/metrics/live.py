@@ -92,7 +92,10 @@ _PAIRS_TEXT = (
     "Pairs of a query and a key that attention of prompts with zipvl computes (sum), and those of dense attention "
     "(count)."
 )
-_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
+_FREED_TEXT = (
+    "Blocks that running requests have given back (sum), and the block tables that have given some back (count); a "
+    "request that resumes after a preemption has new tables."
+)
 _KEPT_TEXT = (
     "Keys that the cache keeps (sum) of the positions in the context (count) of decoding tokens, where compaction may "
     "give some back."
