@@ -43,7 +43,7 @@ from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
-from vllm_sparse_plugin.requests.arguments import largest_selection
+from vllm_sparse_plugin.requests.arguments import largest_selection, takes_budgets
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -293,6 +293,13 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             field,
             "false",
             "true: engines must agree on their page statistics",
+        )
+        # The engine of prompts hashes the blocks of an answer with the salt of the later request.
+        expect(
+            not (takes_budgets(config) and transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
+            "kv_connector_extra_config.bidirectional_kv_xfer",
+            "true",
+            "false: a later turn may read other pages than the answers before it",
         )
     if cache.kv_offloading_size is not None:
         backend = cache.kv_offloading_backend
