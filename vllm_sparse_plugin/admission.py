@@ -437,8 +437,13 @@ def _expect_model(
     if fingerprint is None:
         return
     changed = overridden_fields(model.hf_overrides)
-    expect(not changed, "hf_overrides", f"{', '.join(changed)}, so that the model is another one",
+    why, default = "so that the model is another one", f"the default beside {settings} of the model as it is"
+    expect(not changed, "hf_overrides", f"{', '.join(changed)}, {why}",
            f"none of these beside {settings} of the model as it is")  # fmt: skip
+    at_load = model.quantization if model.model_arch_config.quantization_config is None else None
+    expect(vllm_config.lora_config is None, "enable_lora", f"true, {why}", default)
+    expect(at_load is None, "quantization", f"{at_load}, {why}", default)
+    expect(model.hf_config_path in (None, model.model), "hf_config_path", f"{model.hf_config_path}, {why}", default)
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
     expect(served == fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
            f"{name or 'one'} with fingerprint {fingerprint}, the model of the {settings}")  # fmt: skip
