@@ -43,7 +43,7 @@ from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
-from vllm_sparse_plugin.requests.arguments import largest_selection
+from vllm_sparse_plugin.requests.arguments import largest_selection, takes_budgets
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -294,6 +294,13 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             "false",
             "true: engines must agree on their page statistics",
         )
+        # The engine of prompts hashes the blocks of an answer with the salt of the later request.
+        expect(
+            not (takes_budgets(config) and transfer.get_from_extra_config("bidirectional_kv_xfer", False)),
+            "kv_connector_extra_config.bidirectional_kv_xfer",
+            "true",
+            "false: a later turn may read other pages than the answers before it",
+        )
     if cache.kv_offloading_size is not None:
         backend = cache.kv_offloading_backend
         expect(backend == "native", "kv_offloading_backend", backend, "native")
@@ -430,8 +437,13 @@ def _expect_model(
     if fingerprint is None:
         return
     changed = overridden_fields(model.hf_overrides)
-    expect(not changed, "hf_overrides", f"{', '.join(changed)}, so that the model is another one",
+    why, default = "so that the model is another one", f"the default beside {settings} of the model as it is"
+    expect(not changed, "hf_overrides", f"{', '.join(changed)}, {why}",
            f"none of these beside {settings} of the model as it is")  # fmt: skip
+    at_load = model.quantization if model.model_arch_config.quantization_config is None else None
+    expect(vllm_config.lora_config is None, "enable_lora", f"true, {why}", default)
+    expect(at_load is None, "quantization", f"{at_load}, {why}", default)
+    expect(model.hf_config_path in (None, model.model), "hf_config_path", f"{model.hf_config_path}, {why}", default)
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
     expect(served == fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
            f"{name or 'one'} with fingerprint {fingerprint}, the model of the {settings}")  # fmt: skip

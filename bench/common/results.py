@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -66,14 +70,33 @@ class Run:
         return ", ".join(f"{package} {version}" for package, version in self.about["versions"].items())
 
 
+_named: set[tuple[Path, int]] = set()
+"""Cut lines that the user has been told of."""
+
+
+def _name_cut_line(path: Path, number: int) -> None:
+    """Tell the user once that a line does not count."""
+    if (path, number) not in _named:
+        _named.add((path, number))
+        about = f"line {number} of {str(path)!r} is cut, since the process that wrote it was ended; it does not count"
+        print(f"results: {about}", file=sys.stderr)
+
+
 def read_runs(path: Path) -> list[Run]:
-    """Read a result file with one or more runs.
+    """Read a result file with one or more runs. Lines that were cut do not count; stderr names them.
 
     Raises:
         ConfigurationError: the file cannot be read or is not a result file.
     """
+    lines: list[Any] = []
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                lines += [json.loads(line)] if line else []
+            except ValueError:
+                if number == 1 or not line.startswith("{"):
+                    raise
+                _name_cut_line(path, number)
     except (OSError, ValueError):
         lines = []
     if not lines or not all(isinstance(line, dict) for line in lines) or "versions" not in lines[0]:
@@ -121,7 +144,7 @@ def model_of(paths: Sequence[Path]) -> str | None:
 
 
 class ResultFile:
-    """A result file that is open for writing. Each line is flushed to disk."""
+    """A result file that is open for writing, perhaps by several processes. Each line is flushed to disk."""
 
     def __init__(self, path: Path, about: Mapping[str, Any] | None = None, append: bool = False) -> None:
         """Opens a file.
@@ -145,8 +168,23 @@ class ResultFile:
         self._file.close()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes one line."""
-        print(json.dumps(line), file=self._file, flush=True)
+        """Writes one line. It does not join one that a killed process cut."""
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            begin = "\n" if self._is_cut() else ""
+            print(f"{begin}{json.dumps(line)}", file=self._file, flush=True)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _is_cut(self) -> bool:
+        """Whether the file ends in the middle of a line."""
+        if not os.fstat(self._file.fileno()).st_size:
+            return False
+        with Path(self._file.name).open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

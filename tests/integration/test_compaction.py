@@ -14,6 +14,7 @@ from support.snapkv import kept_tokens, votes_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_sparse_plugin.compaction.step import keeps_queries
 from vllm_sparse_plugin.config.compaction import ZipVLCompaction
 from vllm_sparse_plugin.requests.rows import preempt
 from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
@@ -150,7 +151,7 @@ def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, 
     (output,) = harness.step([(request, 299)])
     query = request.fresh[-8:]
     if moves_late:
-        # A replayed graph runs only kernels: the prompt's last token is not observed and does not vote.
+        # A replayed graph would run only kernels: the prompt's last token is not observed and does not vote.
         monkeypatch.setattr(type(harness.layer.impl), "observe", lambda *_: None)
         monkeypatch.setattr(type(harness.layer.impl), "compact_ended", lambda *_: None)
     (output,) = harness.step([(request, 1)])
@@ -165,6 +166,12 @@ def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, 
         (output,) = harness.step([(request, 1)])
         assert is_kept(harness, request, output, kept)
         poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+
+
+@pytest.mark.parametrize(("settings", "keeps"), [(SNAPKV, True), (H2O, True), (SLIDING, False)])
+def test_the_runner_of_layers_whose_queries_vote_is_noted(model, settings, keeps):
+    """It computes tokens of prompts outside full CUDA graphs."""
+    assert keeps_queries(harness_of(model, "dense", settings)) is keeps
 
 
 def test_a_request_that_begins_behind_a_hit_moves_its_own_tokens_whatever_had_its_name(model):

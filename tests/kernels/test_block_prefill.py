@@ -436,6 +436,33 @@ def test_every_kind_of_statistics_has_a_summary(kind: str, device: str) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
+def test_large_queries_in_float16_cost_no_more_than_the_rounding_of_summaries(size: float, device: str) -> None:
+    """Kernels multiply in bfloat16, as wide as float32 and as exact as the summaries."""
+    from sparse_kernels.block_prefill import triton
+
+    case, rule = make_case([1008], [16], kind="quarters"), replace(RULES["maximum"], query_stride=1)
+    query = size * torch.randn(case.batch.query.shape, generator=torch.Generator().manual_seed(4))
+    case = replace(case, batch=case.prompts.batch(query.half()))
+    there, tiles = case.on(device), plan_tiles(case.on(device).prompts, rule, 2)
+    rows, scale = triton.group_queries(there.batch, tiles, HEADS), SIZE**-0.5 / size
+    (tile,) = (index for index in range(len(tiles)) if int(tiles.num_tokens[index]))
+    past = int(tiles.past_blocks[tile])
+    found = triton.score_past(rows, there.batch, tiles, there.paged.cache, rule, scale)[tile, :, :past].cpu().double()
+
+    blocks = case.prompts.block_table[0, : -(-1008 // 64)].long()
+    exact, _ = case.paged.statistics.summaries(blocks)
+    errors = []
+    queries = case.batch.grouped(HEADS).double().movedim(1, 0).flatten(1, 2)
+    for keys in (exact.double(), exact.bfloat16().double()):
+        pages = torch.einsum("hrd,hpsd->hrps", queries, keys).amax(dim=(1, 3)) * scale
+        errors.append(pages[:, : past * 2].unflatten(1, (past, 2)).amax(dim=2))
+    expected, rounded = errors
+    assert (found - expected).abs().mean() <= 2 * (rounded - expected).abs().mean()
+    assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
+
+
+@on_devices
 def test_learned_sinks_join_every_denominator(device: str) -> None:
     case = make_case([100, 60], [50, 60])
     softmax = Softmax(SIZE**-0.5, sink_logits=torch.linspace(-2, 3, 4))

@@ -73,6 +73,9 @@ def connector(name: str) -> dict:
     return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}}
 
 
+BOTH_WAYS = connector("NixlConnector")
+BOTH_WAYS["kv_transfer_config"]["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True}
+"""The engine of prompts also takes the blocks of answers."""
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
 
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 from support.admission import (
+    BOTH_WAYS,
     CUBIC,
     NGRAM,
     UNCALIBRATED,
@@ -113,6 +114,11 @@ REFUSED = {
         },
         f"kv_connector_extra_config.enforce_handshake_compat: got false, {UNIQUE}true: engines must agree on their "
         "page statistics",
+    ),
+    "blocks of an answer that return for a turn with another budget": (
+        BOTH_WAYS,
+        f"kv_connector_extra_config.bidirectional_kv_xfer: got true, {UNIQUE}false: a later turn may read other pages "
+        "than the answers before it",
     ),
     "offloading to LMCache": (
         {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
@@ -261,6 +267,7 @@ ADMITTED = {
         "additional_config": settings(budget_tokens=256),
     },
     "offloading connector": connector("OffloadingConnector"),
+    "blocks of an answer where requests have no budgets": {"attention_backend": "art"} | BOTH_WAYS,
     "n-gram speculation": NGRAM,
     "lossless mode": {"additional_config": {"sparse_attention": {"preset": "lossless"}}},
     "lossless mode over noise": lossless() | connector("DecodeBenchConnector"),

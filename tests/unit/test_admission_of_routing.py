@@ -150,6 +150,21 @@ def test_thresholds_are_not_those_of_a_model_with_other_fields(folder, overrides
     assert overridden_fields(nested | {"hidden_size": 8}) == ["hidden_size", "rope_scaling"]
 
 
+def test_thresholds_are_not_those_of_a_model_that_is_changed_as_it_is_loaded(folder, tmp_path):
+    model = folder()
+    calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
+    other = shutil.copytree(model, tmp_path / "other")
+    changes = {"enable_lora": True, "quantization": "fp8", "hf_config_path": str(other)}
+    for field, got in changes.items():
+        shown = "true" if got is True else got
+        assert refusal(model, **calibrated, **{field: got}) == (
+            f"{field}: got {shown}, so that the model is another one, {ROUTED}the default beside thresholds of the "
+            "model as it is"
+        )
+        assert engine_config(model, **routed(threshold=0.5, **UNCALIBRATED), **{field: got})
+    assert engine_config(model, **calibrated, hf_config_path=model)
+
+
 FITTED = {"cubic": [0.5, 0, 0.25, 0], "shortest": 16, "longest": 512, "score": "max", "dense_layers": 1}
 
 

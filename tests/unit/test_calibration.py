@@ -111,9 +111,18 @@ def test_average_precision_is_the_sum_over_recall():
     ],
 )
 def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
-    verdict = calibration.judge(*arguments)
+    verdict = calibration.judge(*arguments, fitted=50, lengths=4)
     assert verdict.route == route
     assert verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("fitted", "lengths"), [(49, 4), (500, 3)])
+def test_thresholds_of_few_samples_or_lengths_are_not_recommended(fitted, lengths):
+    """A server serves what is recommended, and the report asks for more samples before that."""
+    verdict = calibration.judge(0.55, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.97, fitted=fitted, lengths=lengths)
+    assert verdict == (
+        False, f"the thresholds are fitted to {fitted} samples of {lengths} lengths, and need 50 or more of 4 or more"
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

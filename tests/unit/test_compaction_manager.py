@@ -461,6 +461,17 @@ def test_as_many_requests_fit_as_the_log_says(retention):
         assert requests_at_once(pool.retentions, blocks, 500, BLOCK) == running
 
 
+def test_a_resumed_request_gives_back_the_blocks_of_a_new_table(freed):
+    """So a mean over tables is what a request gives back, however often requests are preempted."""
+    pool = Pool(MOVING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, outputs=3)
+    assert freed == {"freed": 28, "requests": 1}
+    pool.preempt(request)
+    pool.run(request, outputs=6)
+    assert freed == {"freed": 56, "requests": 2}
+
+
 def test_metrics_count_what_comes_back(monkeypatch):
     sums, counts = Counter(), Counter()
 

@@ -2,10 +2,13 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm_sparse_plugin.lossless.drafter import PaceWatch
+from vllm_sparse_plugin.config import DraftRule
+from vllm_sparse_plugin.lossless.drafter import PaceWatch, SparseDrafter
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 from vllm_sparse_plugin.metrics import live
 
@@ -211,3 +214,34 @@ def test_requests_that_are_not_drafted_for_are_part_of_a_step_that_is_measured(w
     assert watch.step({"a": 1, "short": 1}, [8, 0], SMALL, 1.0) == [4, 0]
     watch.step({"a": 3, "short": 1}, [8, 0], SMALL, 2.0)
     assert watch.seen == [(4, 2), ("step", 4, 1.0, SMALL)]
+
+
+def test_drafts_that_a_step_had_no_room_for_are_not_taken_for_rejected(watch):
+    """vLLM cuts the drafts of the last request for which a step has tokens left."""
+    watch.step({"a": 1, "b": 1, "c": 1}, [8, 8, 8], SMALL, 1.0)
+    watch.step({"a": 5, "b": 3, "c": 1}, [8, 8, 8], SMALL, 2.0, verified=[4, 2, 0])
+    assert watch.seen == [(4, 4), (2, 2)]
+    watch.step({"a": 5, "b": 5, "c": 5}, [8, 8, 8], SMALL, 3.0, verified=[4, 4, 4])
+    assert watch.seen[2:] == [(4, 4), (4, 4), (4, 4), ("step", 4, 1.0, SMALL)]
+
+
+@pytest.mark.parametrize("structured", [None, "a grammar"])
+def test_the_drafter_tells_which_drafts_a_step_has_verified(monkeypatch, structured):
+    """A draft that a grammar forbids is cut, too, and would have been rejected."""
+    drafter, rows = object.__new__(SparseDrafter), torch.zeros(1, 100, dtype=torch.int32).numpy()
+    drafter.rule, drafter.watch, seen = DraftRule(4, 0), PaceWatch(4), []
+    monkeypatch.setattr(drafter, "_step", lambda runner, requests, *rest: [7 for _ in requests])
+    monkeypatch.setattr(drafter.watch.pace, "observe_drafts", lambda drafts, accepted: seen.append((drafts, accepted)))
+    monkeypatch.setattr(drafter.watch.pace, "choose", lambda load: 4)
+    table = SimpleNamespace(num_blocks_per_row=[9], block_size=8)
+    batch = SimpleNamespace(
+        block_table=SimpleNamespace(block_tables=[table]), req_ids=["a"], spec_token_ids=[[]], num_reqs=1
+    )
+    sampling = SimpleNamespace(structured_outputs=structured)
+    requests = {"a": SimpleNamespace(sampling_params=sampling)}
+    runner = SimpleNamespace(input_batch=batch, requests=requests, max_model_len=100)
+    drafter.runner = lambda: runner
+    assert drafter.propose([[1]], torch.tensor([20]).numpy(), rows) == [[7] * 4]
+    batch.spec_token_ids = [[7, 7]]
+    drafter.propose([[7, 7, 3]], torch.tensor([23]).numpy(), rows)
+    assert seen == [(2, 2) if structured is None else (4, 2)]

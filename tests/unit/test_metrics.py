@@ -81,6 +81,17 @@ def test_an_engine_that_can_make_no_folder_starts_and_goes_on(warnings, monkeypa
     ]
 
 
+def test_an_empty_folder_of_vllm_is_none(warnings, monkeypatch):
+    """Deployments pass variables on that are empty. Workers wrote nowhere."""
+    monkeypatch.setenv(live._VLLM_FOLDER, "")
+    live.expose()
+    count_for_a_while()
+    assert warnings == []
+    assert published(Path(os.environ[live._OUR_FOLDER]))["vllm_sparse_group_skipped_sum"] > 0
+    names = {metric.name for metric in live.REGISTRY.collect()}
+    assert "vllm_sparse_group_skipped" in names
+
+
 @pytest.mark.parametrize("others", [None, "", "MINE,", "MINE,YOURS"])
 def test_the_folder_is_known_to_workers_of_ray(others, monkeypatch):
     if others is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
+from support.logs import said
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -468,6 +469,21 @@ def test_layers_of_unlike_shapes_are_refused():
 
 def uniform(specs: dict[str, FullAttentionSpec]) -> UniformTypeKVCacheSpecs:
     return UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+
+
+@pytest.mark.parametrize(("workers", "whose"), [(1, ""), (2, " of this worker, one of 2,")])
+def test_the_log_tells_the_memory_of_one_worker_from_that_of_all(workers, whose, monkeypatch):
+    lines = said(monkeypatch, "vllm.vllm_sparse_plugin.offload.pool", "info")
+    monkeypatch.setattr(pool, "_room", lambda *_: GIB)
+    monkeypatch.setattr(pool, "_allocate_copies", lambda *_: None)
+    monkeypatch.setattr(pool, "pinned_memory", lambda size, workers: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(pool, "get_accelerator_view_from_cpu_tensor", lambda memory: memory)
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=workers))
+    config, sparse = cache_config(layers=2, blocks=5), resolve({}, "unique_offload")
+    device = torch.device("cuda")
+    pool.allocate_in_host_memory(vllm_config, sparse, allocate_kv_cache, config, device, KVCacheLayout.LBHNC)
+    (line,) = lines
+    assert f"keys and values{whose} are in 0.0 GiB of host memory, pinned in " in line
 
 
 def test_memory_that_cannot_be_had_is_refused_in_one_sentence(monkeypatch):

@@ -16,7 +16,9 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.attention import base
 from vllm_sparse_plugin.attention.metering import sampled_steps
+from vllm_sparse_plugin.compaction.step import keep_queries
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.metrics import request_log, sampling
 from vllm_sparse_plugin.metrics.sampling import StepSampler
@@ -79,6 +81,9 @@ class FakeScheduler:
 
 
 class FakeRunner:
+    in_prompt = False
+    """Whether a step computes a token of a prompt."""
+
     def initialize_kv_cache(self):
         return sampling.of_runner(self, StepSampler(3, 1000))
 
@@ -88,6 +93,7 @@ class FakeRunner:
 
 class State(NamedTuple):
     decode_graph_eligible: bool
+    is_prefilling_np: np.ndarray
 
 
 class NewerRunner(FakeRunner):
@@ -95,7 +101,7 @@ class NewerRunner(FakeRunner):
 
     def gather_batch_req_state(self, scheduler_output, dummy_run):
         counts = set(scheduler_output.num_scheduled_tokens.values())
-        state = None if dummy_run else State(decode_graph_eligible=len(counts) == 1)
+        state = None if dummy_run else State(len(counts) == 1, np.array([False, self.in_prompt]))
         return state, (counts.pop() if len(counts) == 1 else None)
 
     def replays(self, *requests, dummy_run=False):
@@ -116,7 +122,8 @@ class OlderRunner(FakeRunner):
     def replays(self, *requests, dummy_run=False):
         queries = np.array([query for query, _ in requests])
         computed = np.array([context - query for query, context in requests] + [9000])
-        self.input_batch = SimpleNamespace(num_computed_tokens_cpu=computed)
+        prompts = computed + 1 if self.in_prompt else computed
+        self.input_batch = SimpleNamespace(num_computed_tokens_cpu=computed, num_prompt_tokens=prompts)
         forced = {"force_uniform_decode": True} if dummy_run else {}
         return self._determine_batch_execution_and_padding(num_scheduled_tokens_np=queries, **forced)
 
@@ -127,12 +134,12 @@ def runners(request, monkeypatch):
     # Hooks change the class itself.
     methods = {name: method for base in (FakeRunner, request.param) for name, method in vars(base).items()}
     made = type("Runner", (), {name: method for name, method in methods.items() if callable(method)})
-    made.vllm_config = None
+    made.vllm_config, made.in_prompt = None, False
     monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
         compat.hook_model_runners(
-            nullcontext, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish, print, print
+            nullcontext, lambda specs: specs, lambda *new: None, base.begin_step, request_log.finish, print, print
         )
     return made(), made()
 
@@ -155,10 +162,24 @@ def test_workers_leave_full_graphs_in_the_same_steps_and_measure_the_same(runner
     assert [sample is None for _, sample in seen[::2]] == [in_graph for in_graph, _ in seen[::2]]
 
 
+def test_a_step_with_a_token_of_a_prompt_calls_layers_that_keep_its_query(runners):
+    """vLLM computes one token of a prompt like a decoding token. The query of a replayed graph would not vote."""
+    for runner in runners:
+        assert runner.replays(SHORT)
+        runner.in_prompt = True
+        assert runner.replays(SHORT)
+    keep_queries(runners[0])
+    assert not runners[0].replays(SHORT, SHORT)
+    assert runners[1].replays(SHORT, SHORT)
+    assert runners[0].replays(SHORT, dummy_run=True)
+    runners[0].in_prompt = False
+    assert runners[0].replays(SHORT, SHORT)
+
+
 def test_vllms_runners_are_as_they_are_faked():
     newer, older = model_runner.GPUModelRunner, gpu_model_runner.GPUModelRunner
     assert list(inspect.signature(newer.gather_batch_req_state).parameters)[1:] == ["scheduler_output", "dummy_run"]
-    assert "decode_graph_eligible" in model_runner.BatchReqState._fields
+    assert {"decode_graph_eligible", "is_prefilling_np"} <= set(model_runner.BatchReqState._fields)
     determine = inspect.signature(older._determine_batch_execution_and_padding).parameters
     assert {"num_scheduled_tokens_np", "force_uniform_decode"} <= set(determine)
     assert not hasattr(older, "gather_batch_req_state")

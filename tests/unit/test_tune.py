@@ -225,6 +225,17 @@ def test_nothing_is_written_where_everything_loses_more(run, evaluations, tmp_pa
     assert not (tmp_path / "out" / "sparse.yaml").exists()
 
 
+def test_the_preset_of_an_earlier_run_is_removed_where_everything_loses_more(run, evaluations, tmp_path):
+    """Its settings lose more than this run allows, and servers would read them as its result."""
+    preset = tmp_path / "out" / "sparse.yaml"
+    assert run("--budget", "256", "--most-excess", "0.5")[0] == 0
+    assert preset.exists()
+    code, out, _ = run("--budget", "256", "--most-excess", "0.2")
+    assert (code, preset.exists()) == (1, False)
+    assert out.splitlines()[-1] == f"Removed {preset} of an earlier run."
+    assert "Removed" not in run("--budget", "256", "--most-excess", "0.2")[1]
+
+
 def test_what_reads_everything_is_not_chosen(run, evaluations):
     code, out, _ = run("--budget", "1024", "--budget", "8192")
     assert code == 1

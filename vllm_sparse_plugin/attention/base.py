@@ -31,7 +31,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.plan import LayerPlan, numbered_heads
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
-from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
+from vllm_sparse_plugin.compaction.step import Observed, StepCompaction, keep_queries, keeps_queries
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.engine_traits import layers_over_everything
@@ -95,7 +95,7 @@ class SparseBackend:
         """
         compat.hook_cache_allocation(allocate_cache)
         compat.hook_model_runners(
-            _building, specify, rows.note, sampling.begin_step, request_log.finish, rows.preempt, _release_layers
+            _building, specify, rows.note, begin_step, request_log.finish, rows.preempt, _release_layers
         )
 
     @classmethod
@@ -120,6 +120,13 @@ def specify(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Returns `spread(specs)`. vLLM asks every worker for its specifications before one of them has its cache."""
     note_free_memory()
     return spread(specs)
+
+
+def begin_step(runner: Any, lengths: sampling.Lengths | None, in_prompt: Callable[[], bool]) -> bool:
+    """Announces the next step of a model runner; see `compat.hook_model_runners`. Returns whether it must call layers:
+    it is measured, or computes a token of a prompt, whose query may vote."""
+    is_measured = sampling.begin_step(runner, lengths)
+    return is_measured or (keeps_queries(runner) and in_prompt())
 
 
 class ModelSize(NamedTuple):
@@ -419,6 +426,8 @@ def plan_compaction(
     if not config.compaction.evicts_between_steps:
         if rule is not None:
             rule = replace(rule, in_order_of_votes=config.reads_by_votes)
+            if (runner := rows.loading_runner()) is not None:
+                keep_queries(runner)
         return StepCompaction(retention, rule, layers, spec.block_size, most, current, protected, device)
     assert rule is not None
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows, Row
+
+_keeping: WeakSet[Any] = WeakSet()
+"""Model runners whose layers keep the queries of a prompt in the step that computes them."""
+
+
+def keep_queries(runner: Any) -> None:
+    """Notes that the layers of a model runner keep the queries of prompts. A replayed graph would keep none."""
+    _keeping.add(runner)
+
+
+def keeps_queries(runner: Any) -> bool:
+    """Returns whether the layers of a model runner keep the queries of prompts."""
+    return runner in _keeping
 
 
 @dataclass

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from vllm_sparse_plugin.metrics.sampling import Lengths
 
+    BeginStep = Callable[[Any, Lengths | None, Callable[[], bool]], bool]
+    """See `hook_model_runners`."""
+
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners. The CPU's runner derives from the first."""
 _steps: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -31,7 +34,7 @@ def hook_model_runners(
     building: Callable[[Any], AbstractContextManager[None]],
     spread: Callable[[Any], Any],
     added: Callable[[Any, Any], None],
-    begin_step: Callable[[Any, Lengths | None], bool],
+    begin_step: BeginStep,
     finished: Callable[[Any, Iterable[str]], None],
     preempted: Callable[[Any, Iterable[str], Iterable[str]], None],
     ending: Callable[[Any], None],
@@ -45,7 +48,8 @@ def hook_model_runners(
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
     for plugins. To models with state-space layers it does not name the requests of a step, and it calls a single token
     of a prompt decoding. The rows of a dummy run have the numbers of requests that wait. A full CUDA graph calls no
-    layer, so a measured step must run like a step with prompts: with piecewise graphs or without graphs. Data-parallel
+    layer, so a measured step, and one whose queries vote, must run like a step with prompts: with piecewise graphs or
+    without graphs. Data-parallel
     engines agree on this as for such steps. A model may outlive its engine, and vLLM frees only the caches it knows.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
     a backend can request a step without its full graph and learns of the end of an engine.
@@ -54,8 +58,9 @@ def hook_model_runners(
         building: takes a runner; returns a context in which the runner builds its metadata builders.
         spread: takes and returns the cache specifications by layer name.
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
-        begin_step: takes a runner, and a function that returns query and context tokens of each request of the next
-            step (None for a step without requests); returns whether the step must call layers.
+        begin_step: takes a runner, a function that returns query and context tokens of each request of the next step
+            (None for a step without requests), and one that returns whether the step computes tokens of a prompt;
+            returns whether the step must call layers.
         finished: takes a runner and the names of requests that have ended.
         preempted: takes a runner, the names of requests that were preempted, and those of the requests in the next
             step.
@@ -447,9 +452,7 @@ def _ending(shutdown: Callable[[Any], None], ending: Callable[[Any], None]) -> C
     return shut_down
 
 
-def _mixing_gathered(
-    gather: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
-) -> Callable[..., Any]:
+def _mixing_gathered(gather: Callable[..., Any], begin_step: BeginStep) -> Callable[..., Any]:
     """For the second runner. A batch counts as mixed if its requests have no common number of tokens; for drafters, if
     it is not eligible for decode graphs."""
 
@@ -463,16 +466,17 @@ def _mixing_gathered(
                 if name in queries:
                     yield queries[name], computed + queries[name]
 
-        if begin_step(runner, None if dummy_run else lengths):
+        def in_prompt() -> bool:
+            return not dummy_run and bool(state.is_prefilling_np.any())
+
+        if begin_step(runner, None if dummy_run else lengths, in_prompt):
             return state._replace(decode_graph_eligible=False), None
         return state, tokens_of_each
 
     return gather_batch_req_state
 
 
-def _mixing_determined(
-    determine: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
-) -> Callable[..., Any]:
+def _mixing_determined(determine: Callable[..., Any], begin_step: BeginStep) -> Callable[..., Any]:
     """For the first runner. As in dummy runs, an argument says whether a batch is mixed."""
 
     @functools.wraps(determine)
@@ -484,7 +488,12 @@ def _mixing_determined(
             computed = runner.input_batch.num_computed_tokens_cpu[: len(queries)].tolist()
             return [(query, before + query) for query, before in zip(queries, computed, strict=True)]
 
-        if begin_step(runner, None if is_dummy else lengths):
+        def in_prompt() -> bool:
+            batch, count = runner.input_batch, len(kwargs["num_scheduled_tokens_np"])
+            computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
+            return not is_dummy and bool((computed < prompts).any())
+
+        if begin_step(runner, None if is_dummy else lengths, in_prompt):
             kwargs["force_uniform_decode"] = False
         return determine(runner, *args, **kwargs)
 

@@ -83,7 +83,7 @@ class SparseDrafter:
             made = {
                 name: len(tokens) for name, tokens in zip(runner.input_batch.req_ids, sampled_token_ids, strict=True)
             }
-            wanted = self.watch.step(made, wanted, Load.of(lengths), time.perf_counter())
+            wanted = self.watch.step(made, wanted, Load.of(lengths), time.perf_counter(), _verified(runner))
         drafts: list[list[int]] = [[] for _ in wanted]
         newest = [int(token_ids_cpu[request, length - 1]) for request, length in enumerate(lengths)]
         by_length = sorted(range(len(wanted)), key=lambda request: -wanted[request])
@@ -142,6 +142,14 @@ class SparseDrafter:
         return likeliest
 
 
+def _verified(runner: Any) -> list[int | None]:
+    """Returns how many drafts of each request of a batch the finished step had; None for structured output, of which
+    vLLM cuts drafts that would be rejected."""
+    batch = runner.input_batch
+    structured = (runner.requests[name].sampling_params.structured_outputs for name in batch.req_ids)
+    return [None if form else len(drafts) for form, drafts in zip(structured, batch.spec_token_ids, strict=False)]
+
+
 class PaceWatch:
     """Reports finished steps to a `DraftPace`, and decides how many tokens each request drafts next."""
 
@@ -152,7 +160,14 @@ class PaceWatch:
         self._requests: set[str] = set()
         self._began = 0.0
 
-    def step(self, made: Mapping[str, int], allowed: Sequence[int], load: Load, now: float) -> list[int]:
+    def step(
+        self,
+        made: Mapping[str, int],
+        allowed: Sequence[int],
+        load: Load,
+        now: float,
+        verified: Sequence[int | None] | None = None,
+    ) -> list[int]:
         """Records a finished step; returns how many tokens to draft for each request.
 
         Args:
@@ -160,7 +175,11 @@ class PaceWatch:
             allowed: the most drafts of each request.
             load: the load of the next step.
             now: time in seconds.
+            verified: of each request, how many of its drafts the step had room for; None for all.
         """
+        for name, found in zip(made, verified or (), strict=False):
+            if found is not None and name in self._drafts:
+                self._drafts[name] = min(found, self._drafts[name])
         for name, drafts in self._drafts.items():
             if drafts and made.get(name):
                 self.pace.observe_drafts(drafts, made[name] - 1)

@@ -92,7 +92,10 @@ _PAIRS_TEXT = (
     "Pairs of a query and a key that attention of prompts with zipvl computes (sum), and those of dense attention "
     "(count)."
 )
-_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
+_FREED_TEXT = (
+    "Blocks that running requests have given back (sum), and the block tables that have given some back (count); a "
+    "request that resumes after a preemption has new tables."
+)
 _KEPT_TEXT = (
     "Keys that the cache keeps (sum) of the positions in the context (count) of decoding tokens, where compaction may "
     "give some back."
@@ -130,7 +133,7 @@ def expose() -> None:
     """
     is_worker = multiprocessing.parent_process() is not None
     folder = os.environ.get(_OUR_FOLDER)
-    if _VLLM_FOLDER in os.environ or (folder is not None and (is_worker or folder == _made_folder)):
+    if os.environ.get(_VLLM_FOLDER) or (folder is not None and (is_worker or folder == _made_folder)):
         return
     with dropping("there are none"):
         _make_folder()

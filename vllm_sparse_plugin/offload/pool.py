@@ -83,12 +83,14 @@ def allocate_in_host_memory(
     places = allocate(kv_cache_config, torch.device("meta"), layout, kernel_block_sizes)
     started = time.monotonic()
     size = next(iter(places.values())).untyped_storage().nbytes()
-    memory = pinned_memory(size, vllm_config.parallel_config.tensor_parallel_size)
+    workers = vllm_config.parallel_config.tensor_parallel_size
+    memory = pinned_memory(size, workers)
     seconds = time.monotonic() - started
     logger.info(
-        "%s.offload: keys and values are in %.1f GiB of host memory, pinned in %.1f s; page statistics take %.2f GiB "
+        "%s.offload: keys and values%s are in %.1f GiB of host memory, pinned in %.1f s; page statistics take %.2f GiB "
         "of device memory",
-        KEY, len(memory) / 2**30, seconds, statistics / 2**30,
+        KEY, f" of this worker, one of {workers}," if workers > 1 else "", len(memory) / 2**30, seconds,
+        statistics / 2**30,
     )  # fmt: skip
     _allocate_copies(vllm_config, config, list(places), list(_specs(kv_cache_config)), device, room - statistics)
     on_device = get_accelerator_view_from_cpu_tensor(memory)

@@ -134,3 +134,37 @@ def test_a_result_file_is_begun_and_gone_on_with(tmp_path):
     with ResultFile(path, RUN):
         pass
     assert read_run(path).rows == []
+
+
+def test_a_line_that_a_killed_process_cut_costs_no_other_line(tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    with ResultFile(path, RUN) as file:
+        file.write({"batch": 1})
+    with path.open("a") as cut:
+        cut.write('{"batch": 2, "seco')
+    assert read_run(path).rows == [{"batch": 1}]
+    # Another process has the file open already, and goes on.
+    with ResultFile(path) as file, ResultFile(path) as other:
+        other.write({"batch": 3})
+        file.write({"batch": 4})
+    assert [row["batch"] for row in read_run(path).rows] == [1, 3, 4]
+    assert path.read_text().count("\n") == 5
+    sentence = f"results: line 3 of '{path}' is cut, since the process that wrote it was ended; it does not count\n"
+    assert capsys.readouterr().err == sentence
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"versions": {}',
+        "no JSON",
+        '{"versions": {}}\n<<<<<<< ours',
+        '{"versions": {}}\n[1]',
+        '{"versions": {}}\nnull',
+    ],
+)
+def test_what_is_no_result_file_is_refused(tmp_path, broken):
+    path = tmp_path / "out.jsonl"
+    path.write_text(broken)
+    with pytest.raises(ConfigurationError, match=r"^results: got '.*out.jsonl', allowed: JSON lines that begin with "):
+        read_runs(path)

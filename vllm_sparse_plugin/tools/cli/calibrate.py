@@ -29,9 +29,11 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.diagnostics.texts import (
     DEFAULT_TASKS,
+    LENGTHS,
     MIN_TEXT_TOKENS,
     SAMPLES,
     Documents,
+    are_few,
     build_documents,
     count_continuations,
     read_texts,
@@ -43,9 +45,6 @@ from vllm_sparse_plugin.tools.provenance import check_output, open_report, write
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome
-
-LENGTHS = 4
-"""Default number of contexts to fit thresholds for: a cubic has four coefficients."""
 
 Prompts = Annotated[
     Path | None,
@@ -147,8 +146,8 @@ def _print(outcome: Outcome, documents: Documents, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
     fitted, lengths = count_continuations(documents.fitting), len(outcome.thresholds)
-    few = fitted < SAMPLES or lengths < LENGTHS
-    more = f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it" if few else ""
+    more = f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it"
+    more = more if are_few(fitted, lengths) else ""
     console.print(f"Fitted to {fitted} samples of {lengths} lengths{more}.", highlight=False, soft_wrap=True)
     console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
     recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "

@@ -194,6 +194,10 @@ def tune(
             f"Every setting that reads or keeps less loses more than {most} of {_LOST[measure]} beyond the "
             "noise of dense attention. Serve dense attention, or raise --most-excess."
         )
+        if preset.exists():
+            # It is of another bound or other settings, but a server would read it as the result of this run.
+            preset.unlink()
+            console.print(f"Removed {preset} of an earlier run.", soft_wrap=True)
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
     about = (

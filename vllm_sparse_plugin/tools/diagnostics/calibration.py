@@ -16,7 +16,7 @@ from sparse_kernels.group_routing import GroupScore, group_scores
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
-from vllm_sparse_plugin.tools.diagnostics.texts import Text
+from vllm_sparse_plugin.tools.diagnostics.texts import LENGTHS, SAMPLES, Text, are_few, count_continuations
 
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
 """Further skip ratios at which precision, recall and answers are reported."""
@@ -129,7 +129,9 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def judge(prevalence: float, detection: Detection, target: float, dense: float, routed: float) -> Verdict:
+def judge(
+    prevalence: float, detection: Detection, target: float, dense: float, routed: float, fitted: int, lengths: int
+) -> Verdict:
     """Judge by measurements whether routing is worth its loss.
 
     Args:
@@ -138,6 +140,8 @@ def judge(prevalence: float, detection: Detection, target: float, dense: float, 
         target: requested share of skipped groups.
         dense: share of tokens predicted right with dense attention.
         routed: the same share with routing.
+        fitted: number of continuations that the thresholds are fitted to.
+        lengths: number of their lengths.
     """
     precision = "none" if math.isnan(detection.precision) else f"{detection.precision:.1%}"
     quality = f"{routed:.1%} of the tokens asked for are right, {dense:.1%} with dense attention"
@@ -152,6 +156,11 @@ def judge(prevalence: float, detection: Detection, target: float, dense: float, 
     # Where dense attention answers nothing, routing has nothing to lose, and nothing is known of its loss.
     if dense == 0 or routed < 0.95 * dense:
         against.append(quality)
+    if are_few(fitted, lengths):
+        against.append(
+            f"the thresholds are fitted to {fitted} samples of {lengths} lengths, and need {SAMPLES} or more of "
+            f"{LENGTHS} or more"
+        )
     return Verdict(not against, "; ".join(against or [f"{precision} of the skipped groups are sink groups", quality]))
 
 
@@ -319,11 +328,15 @@ def calibrate(
         for text in texts:
             calibration.judge(judged[-1], text, routings)
             progress(length)
-    return _outcome(judged, routings, skip_ratio, thresholds[skip_ratio])
+    return _outcome(judged, routings, skip_ratio, thresholds[skip_ratio], count_continuations(fitting))
 
 
 def _outcome(
-    judged: Sequence[_Judged], routings: Mapping[float, Routing], skip_ratio: float, thresholds: dict[int, float]
+    judged: Sequence[_Judged],
+    routings: Mapping[float, Routing],
+    skip_ratio: float,
+    thresholds: dict[int, float],
+    fitted: int,
 ) -> Outcome:
     """Summarise the judged texts.
 
@@ -332,6 +345,7 @@ def _outcome(
         routings: by skip ratio.
         skip_ratio: the requested one.
         thresholds: for the requested skip ratio, by length.
+        fitted: number of continuations that they are fitted to.
     """
     rows = [part.row(skip_ratio) for part in judged]
     observed = Observed.join([text for part in judged for text in part.observed])
@@ -364,7 +378,7 @@ def _outcome(
     ]
     dense, routed = (sum(row[key] for row in rows) / tokens for key in ("dense_tokens_right", "routed_tokens_right"))
     prevalence = float(sinks.mean())
-    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed)
+    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed, fitted, len(thresholds))
     return Outcome(
         routing=routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
         thresholds=thresholds,

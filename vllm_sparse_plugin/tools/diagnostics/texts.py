@@ -15,6 +15,8 @@ DEFAULT_TASKS = ("multikey", "kv")
 """Default tasks of needle documents."""
 SAMPLES = 50
 """Default minimum number of continuations to fit to."""
+LENGTHS = 4
+"""Default number of contexts to fit thresholds for: a cubic has four coefficients."""
 MIN_TEXT_TOKENS = 4
 """Shortest beginning of a text of which a token is predicted: of two decoded tokens the first predicts the second."""
 _TEXT_QUERIES = 64
@@ -110,6 +112,11 @@ def build_documents(
 def count_continuations(texts: Sequence[Text]) -> int:
     """Return the number of continuations."""
     return sum(len(text.rest) for text in texts)
+
+
+def are_few(fitted: int, lengths: int) -> bool:
+    """Return whether thresholds are fitted to fewer continuations or lengths than a server should rely on."""
+    return fitted < SAMPLES or lengths < LENGTHS
 
 
 def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, seed: int) -> Iterator[Text]:
