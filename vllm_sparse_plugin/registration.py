@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin import compat
@@ -35,17 +35,22 @@ def register() -> None:
 
 
 def check_request(
-    vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, beam_search: bool, streams_input: bool
+    vllm_config: VllmConfig,
+    arguments: Mapping[str, Any] | None,
+    beam_search: bool,
+    streams_input: bool,
+    ignored: Collection[str],
 ) -> None:
-    """Checks a request that has arguments for plugins or a growing prompt. It imports nothing for other requests.
+    """Checks a request that has arguments for plugins, unknown fields or a growing prompt. It imports nothing for other
+    requests.
 
     Raises:
         ValueError: if one of this plugin's backends is chosen and cannot serve the request.
     """
-    if (arguments or streams_input) and compat.chosen_backend(vllm_config, BACKENDS):
+    if (arguments or streams_input or ignored) and compat.chosen_backend(vllm_config, BACKENDS):
         from vllm_sparse_plugin.requests import check
 
-        check.check_request(vllm_config, arguments, beam_search, streams_input)
+        check.check_request(vllm_config, arguments, beam_search, streams_input, ignored)
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.logs import said
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -16,7 +17,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_sparse_plugin
-from vllm_sparse_plugin import compat
+from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
@@ -366,6 +367,15 @@ def test_no_salt_of_a_client_is_that_of_requests_that_read_otherwise():
     assert len(set(hashed)) == len(hashed)
     # Another backend makes no salts.
     assert [hashed_with(engine_config(None), None, salt) for salt in salts] == salts
+
+
+def test_arguments_beside_vllm_xargs_are_refused():
+    """vLLM's server would ignore them without a word."""
+    engine, beside = engine_config("unique"), {"sparse_budget_tokens": 512, "other": 1}
+    with pytest.raises(ValueError, match=r"^sparse_budget_tokens: got a field of the request, allowed: an entry of"):
+        registration.check_request(engine, None, False, False, beside)
+    registration.check_request(engine, None, False, False, {"other": 1})
+    registration.check_request(VllmConfig(), None, False, False, beside)
 
 
 def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():

@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -161,7 +161,7 @@ def hook_platform(
 
 
 def hook_requests(
-    check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool], None],
+    check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool, Collection[str]], None],
     salt: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], str | None],
     load: bool = False,
 ) -> None:
@@ -176,8 +176,9 @@ def hook_requests(
     Versions: 0.32, 0.33. Remove when backends can check requests and extend the hash of a block.
 
     Args:
-        check: takes the configuration of an engine, `extra_args` of a request, whether it uses beam search and whether
-            its prompt grows; raises ValueError for an unsupported request.
+        check: takes the configuration of an engine, `extra_args` of a request, whether it uses beam search, whether
+            its prompt grows, and the names of fields that the server ignores; raises ValueError for an unsupported
+            request.
         salt: takes the configuration, `extra_args` and the cache salt of a request; returns the new salt.
         load: whether to import modules of vLLM's engine that are not imported yet.
     """
@@ -200,7 +201,7 @@ def hook_requests(
         def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 extra_args, grows = getattr(params, "extra_args", None), bool(kwargs.get("resumable"))
-                check(processor.vllm_config, extra_args, False, grows)
+                check(processor.vllm_config, extra_args, False, grows, ())
             except ValueError as error:
                 refuse(error)
             return process(processor, request_id, prompt, params, *args, **kwargs)
@@ -211,7 +212,7 @@ def hook_requests(
         def preprocess_add_request(core: Any, request: Any) -> Any:
             extra_args = getattr(request.sampling_params, "extra_args", None)
             if request.resumable:
-                check(core.vllm_config, extra_args, False, True)
+                check(core.vllm_config, extra_args, False, True, ())
             request.cache_salt = salt(core.vllm_config, extra_args, request.cache_salt)
             return preprocess(core, request)
 
@@ -230,6 +231,7 @@ def hook_requests(
                     extra_args,
                     bool(getattr(request, "use_beam_search", False)),
                     False,
+                    getattr(request, "model_extra", None) or (),
                 )
             except ValueError as error:
                 return server.create_error_response(str(error))

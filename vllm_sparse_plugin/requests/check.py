@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.compat import chosen_backend
@@ -27,6 +27,7 @@ def check_request(
     arguments: Mapping[str, Any] | None,
     beam_search: bool = False,
     streams_input: bool = False,
+    ignored: Collection[str] = (),
 ) -> None:
     """Refuses a request that an engine cannot serve. It has no effect on engines with another backend.
 
@@ -35,16 +36,20 @@ def check_request(
         arguments: `extra_args` of the request.
         beam_search: whether the request asks for beam search.
         streams_input: whether the request is a session whose prompt grows.
+        ignored: fields of the request that the server does not know.
 
     Raises:
         ValueError: names the argument, the value and the allowed values.
     """
     names = [name for name in arguments or () if name.startswith(PREFIX)]
-    if not names and not streams_input:
+    misplaced = [name for name in ignored if name.startswith(PREFIX)]
+    if not names and not misplaced and not streams_input:
         return
     config = _served(vllm_config)
     if config is None:
         return
+    if misplaced:
+        raise ValueError(f"{', '.join(misplaced):.80}: got a field of the request, allowed: an entry of vllm_xargs")
     if streams_input and config.compaction is not None:
         # The scheduler and the workers would compact prompts of different lengths.
         raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
