@@ -39,7 +39,9 @@ def select_pages(
     number of its own; k is then at most 1,024.
     """
     num_tokens, num_kv_heads, width = scores.shape
-    if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
+    in_rows = scores.stride(2) == 1 and scores.stride(0) == num_kv_heads * scores.stride(1)
+    # A thread reads eight scores at once.
+    if not in_rows or scores.stride(1) % 8 or scores.data_ptr() % 16:
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
     lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
     if k > MAX_K:

@@ -264,7 +264,10 @@ def _scores(
 ) -> torch.Tensor:
     """Returns the scores of all pages: those of the batch, or from a launch that leaves out skipped groups."""
     if batch.scores is not None:
-        return batch.scores
+        # A thread reads eight scores at once.
+        missing = -batch.scores.shape[2] % 8
+        padded: torch.Tensor = torch.nn.functional.pad(batch.scores, (0, missing)) if missing else batch.scores
+        return padded
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
