@@ -171,7 +171,7 @@ class DecodeBatch:
         """Returns the budget of each query token, `[num_tokens]` int32, or of each row; None where there are none."""
         if self.budgets is None or self.budgets.dim() == 2 or self.tokens_per_request == 1:
             return self.budgets
-        return self.budgets[:, None].expand(-1, self.tokens_per_request).flatten()
+        return self.budgets.repeat_interleave(self.tokens_per_request)
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""

@@ -1,3 +1,4 @@
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_budget_is_never_more_than_there_is_room_for():
     batch = make_batch([700, 129], HEADS, SIZE)
     query = query_of(batch)
     assert torch.equal(decode(batch, query, budgets=torch.tensor([500, 8]).int()), decode(batch, query))
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_kernels_find_a_budget_for_each_query_token(requests: int) -> None:
+    """Kernels read consecutive numbers, whatever the strides of the tensor."""
+    budgets = torch.tensor([8, 9], dtype=torch.int32)[:requests]
+    batch = make_batch([700, 300][:requests], HEADS, SIZE)
+    found = requests_of(batch, query_of(batch, 3), budgets=budgets).token_budgets()
+    read = (ctypes.c_int32 * (3 * requests)).from_address(found.data_ptr())
+    assert list(read) == budgets.repeat_interleave(3).tolist()
 
 
 def test_budgets_follow_their_requests():
