@@ -459,6 +459,10 @@ class DecodeOutput:
             if tuple(tensor.shape) != shape or tensor.device != batch.query.device:
                 allowed = f"{list(shape)} on {batch.query.device}"
                 raise ValueError(f"{name}: got {list(tensor.shape)} on {tensor.device}, allowed: {allowed}")
+        _, num_heads, head_size = self.heads.shape
+        if num_heads > 1 and self.heads.stride(1) != head_size:
+            got = f"{self.heads.stride(1)} elements from a head to the next"
+            raise ValueError(f"output: got {got}, allowed: {head_size}")
 
 
 def check_pages(name: str, pages: torch.Tensor, shape: tuple[int, int, int], device: torch.device) -> None:

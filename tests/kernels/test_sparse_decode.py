@@ -202,6 +202,10 @@ def test_scales_of_eight_bit_tensors_multiply():
             r"output: got \[2, 8, 64\] on cpu, allowed: \[1, 8, 64\] on cpu",
         ),
         ({"output": DecodeOutput(torch.zeros(1, HEADS * GROUP, SIZE))}, r"output: got float32 .*bfloat16 or float16"),
+        (
+            {"output": DecodeOutput(torch.zeros(1, HEADS * GROUP, 2 * SIZE).bfloat16()[..., :SIZE])},
+            "output: got 128 elements from a head to the next, allowed: 64",
+        ),
         ({"seq_lens": torch.ones(2, dtype=torch.int32)}, "query: got 1 tokens, allowed: a multiple of the 2 requests"),
     ],
 )
