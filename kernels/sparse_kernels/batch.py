@@ -171,7 +171,7 @@ class DecodeBatch:
         """Returns the budget of each query token, `[num_tokens]` int32, or of each row; None where there are none."""
         if self.budgets is None or self.budgets.dim() == 2 or self.tokens_per_request == 1:
             return self.budgets
-        return self.budgets[:, None].expand(-1, self.tokens_per_request).flatten()
+        return self.budgets.repeat_interleave(self.tokens_per_request)
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
@@ -459,6 +459,10 @@ class DecodeOutput:
             if tuple(tensor.shape) != shape or tensor.device != batch.query.device:
                 allowed = f"{list(shape)} on {batch.query.device}"
                 raise ValueError(f"{name}: got {list(tensor.shape)} on {tensor.device}, allowed: {allowed}")
+        _, num_heads, head_size = self.heads.shape
+        if num_heads > 1 and self.heads.stride(1) != head_size:
+            got = f"{self.heads.stride(1)} elements from a head to the next"
+            raise ValueError(f"output: got {got}, allowed: {head_size}")
 
 
 def check_pages(name: str, pages: torch.Tensor, shape: tuple[int, int, int], device: torch.device) -> None:

@@ -1,3 +1,4 @@
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_budget_is_never_more_than_there_is_room_for():
     assert torch.equal(decode(batch, query, budgets=torch.tensor([500, 8]).int()), decode(batch, query))
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_kernels_find_a_budget_for_each_query_token(requests: int) -> None:
+    """Kernels read consecutive numbers, whatever the strides of the tensor."""
+    budgets = torch.tensor([8, 9], dtype=torch.int32)[:requests]
+    batch = make_batch([700, 300][:requests], HEADS, SIZE)
+    found = requests_of(batch, query_of(batch, 3), budgets=budgets).token_budgets()
+    read = (ctypes.c_int32 * (3 * requests)).from_address(found.data_ptr())
+    assert list(read) == budgets.repeat_interleave(3).tolist()
+
+
 def test_budgets_follow_their_requests():
     batch = make_batch([700, 300, 1000], HEADS, SIZE)
     whole = requests_of(batch, query_of(batch, 2), budgets=torch.tensor([8, 9, 10]).int())
@@ -191,6 +202,10 @@ def test_scales_of_eight_bit_tensors_multiply():
             r"output: got \[2, 8, 64\] on cpu, allowed: \[1, 8, 64\] on cpu",
         ),
         ({"output": DecodeOutput(torch.zeros(1, HEADS * GROUP, SIZE))}, r"output: got float32 .*bfloat16 or float16"),
+        (
+            {"output": DecodeOutput(torch.zeros(1, HEADS * GROUP, 2 * SIZE).bfloat16()[..., :SIZE])},
+            "output: got 128 elements from a head to the next, allowed: 64",
+        ),
         ({"seq_lens": torch.ones(2, dtype=torch.int32)}, "query: got 1 tokens, allowed: a multiple of the 2 requests"),
     ],
 )

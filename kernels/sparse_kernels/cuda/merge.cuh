@@ -100,7 +100,8 @@ struct ChainedAttention {
             float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
             float sum = warp_sum(weight * shared.total_weight[lane][h]);
             if (base != -INFINITY_F) sum += fast_exp2(sink - base);
-            shared.weights[lane][h] = weight / sum * value_scale;
+            // A row that reads nothing has no weights.
+            shared.weights[lane][h] = sum == 0 ? 0.0f : weight / sum * value_scale;
         }
         __syncthreads();
 #pragma unroll 1

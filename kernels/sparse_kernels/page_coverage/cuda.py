@@ -81,6 +81,8 @@ def count_pages(
     width = _width(batch, cache)
     if scores.shape[2] != width or not scores.is_contiguous():
         scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
+    # The dimension of a single head may have any stride.
+    scores = scores.flatten(0, 1).unflatten(0, scores.shape[:2])
     return _count(batch, cache, scores, False, selection, softmax, limits, None).long()
 
 

@@ -39,8 +39,12 @@ def select_pages(
     number of its own; k is then at most 1,024.
     """
     num_tokens, num_kv_heads, width = scores.shape
-    if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
-        scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
+    # The dimension of a single head may have any stride.
+    by_row = scores.reshape(num_tokens * num_kv_heads, width)
+    # A thread reads eight scores at once.
+    if by_row.stride(1) != 1 or by_row.stride(0) % 8 or by_row.data_ptr() % 16:
+        by_row = torch.nn.functional.pad(by_row, (0, -width % 8), value=-torch.inf).contiguous()
+    scores = by_row.view(num_tokens, num_kv_heads, -1)
     lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
     if k > MAX_K:
         # No length is that of a context which is attended whole.

@@ -148,8 +148,6 @@ inline void mma_s8_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b
     __syncwarp();
 }
 inline void mma_s8(int (&)[4], u32, u32, u32, u32, u32, u32) { abort(); }
-template <int FORMAT>
-inline void mma_k16(float (&)[4], u32, u32, u32, u32, u32, u32) { abort(); }
 
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return __builtin_clz(x); }
@@ -226,11 +224,35 @@ inline u32 fp8_pair_to_fp16(u16) { abort(); }
 inline u32 max_or_nan_bf16(u32 a, u32 b) {
     return larger_or_nan(a & 0xffff, b & 0xffff) | larger_or_nan(a >> 16, b >> 16) << 16;
 }
+// Products of bfloat16, m16n8k16 and m16n8k8. Lane (g, t) has rows g and g + 8, columns 2t and 2t + 1.
+template <int K>
+inline void multiply_bf16(float (&c)[4], const u32 (&mine)[6]) {
+    memcpy(lanes().operands[lane_id()], mine, sizeof(mine));
+    __syncwarp();
+    auto half = [](int outer, int k, int operand) {
+        return bf16_to_float(lanes().operands[outer * 4 + k % 8 / 2][operand] >> 16 * (k % 2) & 0xffff);
+    };
+    int g = lane_id() / 4, t = lane_id() % 4;
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < K; k++) c[i] += half(g, k, (i >= 2) + 2 * (k >= 8)) * half(2 * t + i % 2, k, 4 + (k >= 8));
+    __syncwarp();
+}
+template <int FORMAT>
+inline void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (FORMAT != BF16) abort();
+    multiply_bf16<16>(c, {a0, a1, a2, a3, b0, b1});
+}
+template <int FORMAT>
+inline void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+    if (FORMAT != BF16) abort();
+    multiply_bf16<8>(c, {a0, a1, 0, 0, b0, 0});
+}
 template <int FORMAT>
 inline u32 pack_pair(float low, float high) { return pack_bf16(low, high); }
 template <int FORMAT>
 inline float load_float(const void* p, i64 i) { return bf16_to_float(((const u16*)p)[i]); }
 inline u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline u32 word(const uint2& v, int i) { return i == 0 ? v.x : v.y; }
 inline float warp_sum(float x) {
     for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(FULL, x, offset);
     return x;
@@ -256,6 +278,18 @@ inline void load_row(const void* query, i64 first, i64 head_stride, int row, int
     for (int i = 0; i < PER_LANE; i++)
         x[i] = in_head<HEAD_SIZE>(lane * PER_LANE + i) ? load_float<QUERY>(query, start + i) : 0.0f;
 }
+
+// One thread block has a row.
+template <int SIZE>
+struct Cluster {
+    static_assert(SIZE == 1, "there are no clusters");
+    static int rank() { return 0; }
+    static void arrive() {}
+    static void wait() {}
+    static void sync() { __syncthreads(); }
+    template <typename T>
+    static void store(T* local, int, const T& v) { *local = v; }
+};
 
 // Reads a file to memory that is aligned like that of a GPU.
 inline u8* contents(const char* name) {
