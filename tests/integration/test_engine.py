@@ -127,7 +127,7 @@ def unique_server(questions, tmp_path_factory):
         beams = {"use_beam_search": True, "vllm_xargs": DENSE}
         with pytest.raises(BadRequestError, match="sparse: got a value with beam search, allowed: none"):
             client.completions.create(model=MODEL.name, prompt="?", n=2, extra_body=beams)
-        with pytest.raises(BadRequestError, match="sparse: got a field of the request, allowed: an entry of vllm_xargs"):
+        with pytest.raises(BadRequestError, match="sparse: got a field of the request, allowed: an entry of"):
             client.completions.create(model=MODEL.name, prompt="?", extra_body=DENSE)
         samples = client.completions.create(model=MODEL.name, prompt="?", n=2, extra_body={"vllm_xargs": DENSE})
         assert len(samples.choices) == 2
