@@ -15,7 +15,7 @@ from vllm_sparse_plugin.tools.arguments import open_tokenizer
 from vllm_sparse_plugin.tools.cli import main
 from vllm_sparse_plugin.tools.cli.calibrate import _lengths
 from vllm_sparse_plugin.tools.diagnostics import calibration
-from vllm_sparse_plugin.tools.diagnostics.calibration import Detection, Observed
+from vllm_sparse_plugin.tools.diagnostics.calibration import Accuracy, Detection, Observed
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
 from vllm_sparse_plugin.tools.diagnostics.texts import (
     MIN_TEXT_TOKENS,
@@ -101,17 +101,33 @@ def test_average_precision_is_the_sum_over_recall():
 @pytest.mark.parametrize(
     ("arguments", "route", "reason"),
     [
-        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.97), True, "80.0% of the skipped groups are sink groups"),
-        ((0.02, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.97), False, "2.0% of the groups are sink groups"),
-        ((0.55, Detection(0.6, 0.3, 0.9), 0.6, 1.0, 0.97), False, "30.0% of the skipped groups are sink groups"),
-        ((0.55, Detection(0.6, math.nan, 0.9), 0.6, 1.0, 0.97), False, "none of the skipped groups are sink groups"),
-        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.9), False, "90.0% of the tokens asked for are right"),
+        (
+            (0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.97)),
+            True,
+            "80.0% of the skipped groups are sink groups",
+        ),
+        ((0.02, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.97)), False, "2.0% of the groups are sink groups"),
+        (
+            (0.55, Detection(0.6, 0.3, 0.9), 0.6, Accuracy(1.0, 0.97)),
+            False,
+            "30.0% of the skipped groups are sink groups",
+        ),
+        (
+            (0.55, Detection(0.6, math.nan, 0.9), 0.6, Accuracy(1.0, 0.97)),
+            False,
+            "none of the skipped groups are sink groups",
+        ),
+        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.9)), False, "90.0% of the tokens asked for are right"),
         # No loss could be seen.
-        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, 0.0, 0.0), False, "0.0% of the tokens asked for are right, 0.0% with"),
+        (
+            (0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(0.0, 0.0)),
+            False,
+            "0.0% of the tokens asked for are right, 0.0% with",
+        ),
     ],
 )
 def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
-    verdict = calibration.judge(*arguments, fitted=50, lengths=4)
+    verdict = calibration.judge(*arguments, {}, fitted=50, lengths=4)
     assert verdict.route == route
     assert verdict.reason.startswith(reason)
 
@@ -119,10 +135,20 @@ def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
 @pytest.mark.parametrize(("fitted", "lengths"), [(49, 4), (500, 3)])
 def test_thresholds_of_few_samples_or_lengths_are_not_recommended(fitted, lengths):
     """A server serves what is recommended, and the report asks for more samples before that."""
-    verdict = calibration.judge(0.55, Detection(0.6, 0.8, 0.9), 0.6, 1.0, 0.97, fitted=fitted, lengths=lengths)
+    found = 0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.97), {}
+    verdict = calibration.judge(*found, fitted=fitted, lengths=lengths)
     assert verdict == (
         False, f"the thresholds are fitted to {fitted} samples of {lengths} lengths, and need 50 or more of 4 or more"
     )  # fmt: skip
+
+
+def test_one_length_or_task_that_loses_answers_speaks_against_routing():
+    """The mean over lengths hid that the longest one lost nearly all answers."""
+    parts = {"for kv": Accuracy(0.9, 0.9), "in contexts of 16384 tokens": Accuracy(0.8, 0.7)}
+    found = 0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(0.96, 0.92)
+    lost = "in contexts of 16384 tokens 70.0% of the tokens asked for are right, 80.0% with dense attention"
+    assert calibration.judge(*found, parts, fitted=64, lengths=4) == (False, lost)
+    assert calibration.judge(*found, {"for kv": parts["for kv"]}, fitted=64, lengths=4).route
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,29 @@ class Verdict(NamedTuple):
     reason: str
 
 
+class Accuracy(NamedTuple):
+    """Shares of tokens that are predicted right."""
+
+    dense: float
+    routed: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether routing keeps enough of them. Where dense attention answers nothing, nothing is known of the loss."""
+        return self.dense > 0 and self.routed >= 0.95 * self.dense
+
+    def __str__(self) -> str:
+        return f"{self.routed:.1%} of the tokens asked for are right, {self.dense:.1%} with dense attention"
+
+
 def judge(
-    prevalence: float, detection: Detection, target: float, dense: float, routed: float, fitted: int, lengths: int
+    prevalence: float,
+    detection: Detection,
+    target: float,
+    accuracy: Accuracy,
+    parts: Mapping[str, Accuracy],
+    fitted: int,
+    lengths: int,
 ) -> Verdict:
     """Judge by measurements whether routing is worth its loss.
 
@@ -138,13 +159,12 @@ def judge(
         prevalence: share of sink groups.
         detection: of the fitted thresholds.
         target: requested share of skipped groups.
-        dense: share of tokens predicted right with dense attention.
-        routed: the same share with routing.
+        accuracy: of all texts.
+        parts: of the texts of each length and of each task, by a name for the reason.
         fitted: number of continuations that the thresholds are fitted to.
         lengths: number of their lengths.
     """
     precision = "none" if math.isnan(detection.precision) else f"{detection.precision:.1%}"
-    quality = f"{routed:.1%} of the tokens asked for are right, {dense:.1%} with dense attention"
     against = []
     if prevalence < target / 2:
         against.append(
@@ -153,15 +173,18 @@ def judge(
         )
     if not detection.precision >= 0.5:
         against.append(f"{precision} of the skipped groups are sink groups")
-    # Where dense attention answers nothing, routing has nothing to lose, and nothing is known of its loss.
-    if dense == 0 or routed < 0.95 * dense:
-        against.append(quality)
+    if not accuracy.holds:
+        against.append(str(accuracy))
+    elif lost := [f"{name} {part}" for name, part in parts.items() if not part.holds]:
+        against += lost
     if are_few(fitted, lengths):
         against.append(
             f"the thresholds are fitted to {fitted} samples of {lengths} lengths, and need {SAMPLES} or more of "
             f"{LENGTHS} or more"
         )
-    return Verdict(not against, "; ".join(against or [f"{precision} of the skipped groups are sink groups", quality]))
+    return Verdict(
+        not against, "; ".join(against or [f"{precision} of the skipped groups are sink groups", str(accuracy)])
+    )
 
 
 @dataclass
@@ -331,6 +354,12 @@ def calibrate(
     return _outcome(judged, routings, skip_ratio, thresholds[skip_ratio], count_continuations(fitting))
 
 
+def _accuracy(rows: Sequence[Mapping[str, Any]]) -> Accuracy:
+    """Return the shares of tokens that are right over all texts of some rows."""
+    keys = "dense_tokens_right", "routed_tokens_right"
+    return Accuracy(*(sum(row[key] for row in rows) / sum(row["tokens"] for row in rows) for key in keys))
+
+
 def _outcome(
     judged: Sequence[_Judged],
     routings: Mapping[float, Routing],
@@ -376,9 +405,13 @@ def _outcome(
         }
         for ratio in routings
     ]
-    dense, routed = (sum(row[key] for row in rows) / tokens for key in ("dense_tokens_right", "routed_tokens_right"))
+    kinds = {"context_tokens": "in contexts of {} tokens", "task": "for {}"}
+    parts = {
+        words.format(value): _accuracy([row for row in rows if row[key] == value])
+        for key, words in kinds.items() for value in dict.fromkeys(row[key] for row in rows)
+    }  # fmt: skip
     prevalence = float(sinks.mean())
-    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed, fitted, len(thresholds))
+    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, _accuracy(rows), parts, fitted, len(thresholds))
     return Outcome(
         routing=routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
         thresholds=thresholds,
