@@ -27,6 +27,20 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def score_rows(scores: torch.Tensor) -> torch.Tensor:
+    """Returns scores of pages, `[num_tokens, num_kv_heads, num_pages]` bfloat16, as kernels read them: rows at equal
+    distances, each from a multiple of 16 bytes, since a thread reads eight scores at once. A copy has more columns if
+    `num_pages` is no multiple of eight; no kernel may read them as pages.
+    """
+    num_tokens, num_kv_heads, num_pages = scores.shape
+    # The dimension of a single head may have any stride.
+    rows = scores.reshape(num_tokens * num_kv_heads, num_pages)
+    if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        rows = torch.nn.functional.pad(rows, (0, -num_pages % 8), value=-torch.inf).contiguous()
+    found: torch.Tensor = rows.unflatten(0, (num_tokens, num_kv_heads))
+    return found
+
+
 class QueryParams(ctypes.Structure):
     """The query heads of a batch; strides in elements."""
 

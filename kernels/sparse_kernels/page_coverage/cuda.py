@@ -25,6 +25,7 @@ from sparse_kernels.cuda.params import (
     StatisticsParams,
     batch_of,
     pointer,
+    score_rows,
 )
 from sparse_kernels.page_coverage.launches import (
     BEST_WARPS,
@@ -81,9 +82,7 @@ def count_pages(
     width = _width(batch, cache)
     if scores.shape[2] != width or not scores.is_contiguous():
         scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
-    # The dimension of a single head may have any stride.
-    scores = scores.flatten(0, 1).unflatten(0, scores.shape[:2])
-    return _count(batch, cache, scores, False, selection, softmax, limits, None).long()
+    return _count(batch, cache, score_rows(scores), False, selection, softmax, limits, None).long()
 
 
 def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:

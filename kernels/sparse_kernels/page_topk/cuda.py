@@ -11,7 +11,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.cuda.launch import cluster_of, kernel
-from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer
+from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer, score_rows
 from sparse_kernels.limits import MAX_K
 from sparse_kernels.page_topk.launches import Pass, passes_of
 
@@ -39,12 +39,7 @@ def select_pages(
     number of its own; k is then at most 1,024.
     """
     num_tokens, num_kv_heads, width = scores.shape
-    # The dimension of a single head may have any stride.
-    by_row = scores.reshape(num_tokens * num_kv_heads, width)
-    # A thread reads eight scores at once.
-    if by_row.stride(1) != 1 or by_row.stride(0) % 8 or by_row.data_ptr() % 16:
-        by_row = torch.nn.functional.pad(by_row, (0, -width % 8), value=-torch.inf).contiguous()
-    scores = by_row.view(num_tokens, num_kv_heads, -1)
+    scores = score_rows(scores)
     lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
     if k > MAX_K:
         # No length is that of a context which is attended whole.

@@ -40,6 +40,7 @@ from sparse_kernels.cuda.params import (
     StopParams,
     WholeParams,
     pointer,
+    score_rows,
 )
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
@@ -264,12 +265,7 @@ def _scores(
 ) -> torch.Tensor:
     """Returns the scores of all pages: those of the batch, or from a launch that leaves out skipped groups."""
     if batch.scores is not None:
-        # A thread reads eight scores at once. The dimension of a single head may have any stride.
-        by_row = batch.scores.flatten(0, 1)
-        if missing := -by_row.shape[1] % 8:
-            by_row = torch.nn.functional.pad(by_row, (0, missing))
-        scores: torch.Tensor = by_row.unflatten(0, batch.scores.shape[:2])
-        return scores
+        return score_rows(batch.scores)
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
