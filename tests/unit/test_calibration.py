@@ -99,35 +99,20 @@ def test_average_precision_is_the_sum_over_recall():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "route", "reason"),
+    ("prevalence", "precision", "accuracy", "route", "reason"),
     [
-        (
-            (0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.97)),
-            True,
-            "80.0% of the skipped groups are sink groups",
-        ),
-        ((0.02, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.97)), False, "2.0% of the groups are sink groups"),
-        (
-            (0.55, Detection(0.6, 0.3, 0.9), 0.6, Accuracy(1.0, 0.97)),
-            False,
-            "30.0% of the skipped groups are sink groups",
-        ),
-        (
-            (0.55, Detection(0.6, math.nan, 0.9), 0.6, Accuracy(1.0, 0.97)),
-            False,
-            "none of the skipped groups are sink groups",
-        ),
-        ((0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(1.0, 0.9)), False, "90.0% of the tokens asked for are right"),
+        (0.55, 0.8, (1.0, 0.97), True, "80.0% of the skipped groups are sink groups"),
+        (0.02, 0.8, (1.0, 0.97), False, "2.0% of the groups are sink groups"),
+        (0.55, 0.3, (1.0, 0.97), False, "30.0% of the skipped groups are sink groups"),
+        (0.55, math.nan, (1.0, 0.97), False, "none of the skipped groups are sink groups"),
+        (0.55, 0.8, (1.0, 0.9), False, "90.0% of the tokens asked for are right"),
         # No loss could be seen.
-        (
-            (0.55, Detection(0.6, 0.8, 0.9), 0.6, Accuracy(0.0, 0.0)),
-            False,
-            "0.0% of the tokens asked for are right, 0.0% with",
-        ),
+        (0.55, 0.8, (0.0, 0.0), False, "0.0% of the tokens asked for are right, 0.0% with"),
     ],
 )
-def test_the_verdict_follows_from_what_was_measured(arguments, route, reason):
-    verdict = calibration.judge(*arguments, {}, fitted=50, lengths=4)
+def test_the_verdict_follows_from_what_was_measured(prevalence, precision, accuracy, route, reason):
+    found = prevalence, Detection(0.6, precision, 0.9), 0.6, Accuracy(*accuracy), {}
+    verdict = calibration.judge(*found, fitted=50, lengths=4)
     assert verdict.route == route
     assert verdict.reason.startswith(reason)
 

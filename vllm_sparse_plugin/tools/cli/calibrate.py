@@ -146,9 +146,10 @@ def _print(outcome: Outcome, documents: Documents, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
     fitted, lengths = count_continuations(documents.fitting), len(outcome.thresholds)
-    more = f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it"
-    more = more if are_few(fitted, lengths) else ""
-    console.print(f"Fitted to {fitted} samples of {lengths} lengths{more}.", highlight=False, soft_wrap=True)
+    told = f"Fitted to {fitted} samples of {lengths} lengths"
+    if are_few(fitted, lengths):
+        told += f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it"
+    console.print(f"{told}.", highlight=False, soft_wrap=True)
     console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
     recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "
     console.print(recommended, end="")
