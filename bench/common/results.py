@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import statistics
@@ -70,16 +71,28 @@ class Run:
         return ", ".join(f"{package} {version}" for package, version in self.about["versions"].items())
 
 
-_named: set[tuple[Path, int]] = set()
-"""Cut lines that the user has been told of."""
-
-
+@functools.cache
 def _name_cut_line(path: Path, number: int) -> None:
     """Tell the user once that a line does not count."""
-    if (path, number) not in _named:
-        _named.add((path, number))
-        about = f"line {number} of {str(path)!r} is cut, since the process that wrote it was ended; it does not count"
-        print(f"results: {about}", file=sys.stderr)
+    about = f"line {number} of {str(path)!r} is cut, since the process that wrote it was ended; it does not count"
+    print(f"results: {about}", file=sys.stderr)
+
+
+def _read_lines(path: Path) -> list[Any]:
+    """Read JSON lines but those that were cut.
+
+    Raises:
+        ValueError: a line that was not cut is not JSON, or the first one was.
+    """
+    lines: list[Any] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines += [json.loads(line)] if line else []
+        except ValueError:
+            if number == 1 or not line.startswith("{"):
+                raise
+            _name_cut_line(path, number)
+    return lines
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -88,15 +101,8 @@ def read_runs(path: Path) -> list[Run]:
     Raises:
         ConfigurationError: the file cannot be read or is not a result file.
     """
-    lines: list[Any] = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                lines += [json.loads(line)] if line else []
-            except ValueError:
-                if number == 1 or not line.startswith("{"):
-                    raise
-                _name_cut_line(path, number)
+        lines = _read_lines(path)
     except (OSError, ValueError):
         lines = []
     if not lines or not all(isinstance(line, dict) for line in lines) or "versions" not in lines[0]:
