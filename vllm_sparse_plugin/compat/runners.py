@@ -49,8 +49,8 @@ def hook_model_runners(
     for plugins. To models with state-space layers it does not name the requests of a step, and it calls a single token
     of a prompt decoding. The rows of a dummy run have the numbers of requests that wait. A full CUDA graph calls no
     layer, so a measured step, and one whose queries vote, must run like a step with prompts: with piecewise graphs or
-    without graphs. Data-parallel
-    engines agree on this as for such steps. A model may outlive its engine, and vLLM frees only the caches it knows.
+    without graphs. Data-parallel engines agree on this as for such steps. A model may outlive its engine, and vLLM
+    frees only the caches it knows.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
     a backend can request a step without its full graph and learns of the end of an engine.
 
