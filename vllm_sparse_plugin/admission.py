@@ -257,7 +257,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
     selector = config.selector
-    if selector is not None and not selector.has_kernel() and on_cuda:
+    if selector is not None and not selector.has_kernel and on_cuda:
         policy = f"policy {selector.name()}, which selects pages in torch"
         expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null on a GPU")
         expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null on a GPU")

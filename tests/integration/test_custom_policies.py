@@ -120,8 +120,16 @@ def test_pages_that_are_not_complete_stand_for_no_page(model, device):
     torch.testing.assert_close(output[0].double(), expected, atol=1e-2, rtol=2e-2)
 
 
-def test_a_policy_with_a_kernel_describes_its_own_select():
-    assert [policy.name() for policy in POLICIES if issubclass(policy, Selection) and not policy.has_kernel()] == []
+def test_every_policy_of_the_project_has_a_kernel():
+    assert [policy.name() for policy in POLICIES if issubclass(policy, Selection) and not policy.has_kernel] == []
+
+
+def test_a_class_that_replaces_the_select_of_a_kernel_says_whether_it_has_one(policies):
+    scored = policies["half_spread"]
+    names = {"__module__": __name__, "select": BeyondSelection.select}
+    with pytest.raises(TypeError, match=r"^Silent\.has_kernel: got none beside a `select`, allowed: True or False$"):
+        type("Silent", (scored,), dict(names))
+    assert not type("InTorch", (scored,), {**names, "has_kernel": False}).has_kernel
 
 
 def with_policy(policy: Selection) -> ResolvedConfig:

@@ -97,7 +97,7 @@ class LayerPlan:
     @property
     def selects_in_torch(self) -> bool:
         """Whether the policy's `select` chooses the pages, because the decode kernel does not know the policy."""
-        return self.selector is not None and not self.selector.has_kernel()
+        return self.selector is not None and not self.selector.has_kernel
 
     @property
     def reads_selection(self) -> bool:

@@ -53,6 +53,9 @@ class Selection(Policy):
 
     reads_every_page: ClassVar[bool] = False
     """Whether all pages may be read, independent of the budget."""
+    has_kernel: ClassVar[bool] = False
+    """Whether the decode kernel makes the selection itself, as `page_selection` describes it. Otherwise `select` runs in
+    torch on every device, and the decode kernel attends to the returned pages."""
     capturable: ClassVar[bool] = False
     """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Used
     only if `select` runs in torch on a GPU."""
@@ -64,17 +67,10 @@ class Selection(Policy):
     """First pages that are always read; they hold the attention sinks."""
 
     @classmethod
-    def has_kernel(cls) -> bool:
-        """Returns whether the decode kernel can make the selection itself, as `page_selection` describes it.
-
-        A class that overrides only `select` has no kernel. Its `select` runs in torch on every device, and the decode
-        kernel attends to the returned pages.
-        """
-
-        def depth(name: str) -> int:
-            return next(index for index, parent in enumerate(cls.__mro__) if name in vars(parent))
-
-        return depth("page_selection") <= depth("select")
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.has_kernel and "select" in vars(cls) and "has_kernel" not in vars(cls):
+            raise TypeError(f"{cls.__name__}.has_kernel: got none beside a `select`, allowed: True or False")
 
     @model_validator(mode="after")
     def _budget_holds_whole_pages(self) -> Self:

@@ -8,7 +8,6 @@ from vllm_sparse_plugin.policies.base import Policy, Selection
 
 if TYPE_CHECKING:
     import torch
-    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -36,6 +35,7 @@ class EveryPage(Selection):
     """Dense attention with this plugin's kernels, for attention that may stop: every page, whatever the budget."""
 
     reads_every_page = True
+    has_kernel = True
     policy: Literal["dense"] = "dense"
     page_size: Literal[8, 16, 32] = 16
     budget_tokens: int = 1 << 20
@@ -43,9 +43,6 @@ class EveryPage(Selection):
     @property
     def budget_pages(self) -> int:
         return 0
-
-    def page_selection(self) -> PageSelection:
-        return super().page_selection()
 
     def select(
         self,

@@ -24,6 +24,7 @@ _MOST_LAYERS = _MOST_HEADS = 1024
 class ScoredSelection(Selection):
     """Scores every page by its statistics and reads the best ones."""
 
+    has_kernel = True
     statistics_kind: ClassVar[str]
     """The kind of page statistics, a name in `KINDS`. It determines the score."""
     recent_pages: Annotated[int, Field(ge=0, le=64)] = 1

@@ -8,7 +8,6 @@ from vllm_sparse_plugin.policies.base import Selection
 
 if TYPE_CHECKING:
     import torch
-    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -21,12 +20,10 @@ class StreamingLLMSelection(Selection):
     matters beyond the model's training length.
     """
 
+    has_kernel = True
     departure = "The sinks and the window are whole pages, and keys keep the positions of the text."
     policy: Literal["streaming_llm"] = "streaming_llm"
     """Name of the selection policy."""
-
-    def page_selection(self) -> PageSelection:
-        return super().page_selection()
 
     def select(
         self,

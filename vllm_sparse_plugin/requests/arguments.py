@@ -114,7 +114,7 @@ def _against_budgets(config: ResolvedConfig) -> str | None:
     """Returns the part of the settings that excludes budgets of requests; None if there is none."""
     if not isinstance(config.selection, Selection):
         return f"policy {config.selection.name()}"
-    if not config.selection.has_kernel():
+    if not config.selection.has_kernel:
         return f"policy {config.selection.name()}, which selects pages in torch"
     if config.stop_rule is not None:
         return "stopping"

@@ -75,7 +75,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         name = compat.chosen_backend(vllm_config, BACKENDS)
         selector = None if name is None else resolved(vllm_config, BACKENDS[name]).selector
-        if selector is not None and not selector.has_kernel() and not selector.capturable:
+        if selector is not None and not selector.has_kernel and not selector.capturable:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 
