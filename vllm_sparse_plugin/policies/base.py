@@ -54,8 +54,8 @@ class Selection(Policy):
     reads_every_page: ClassVar[bool] = False
     """Whether all pages may be read, independent of the budget."""
     has_kernel: ClassVar[bool] = False
-    """Whether the decode kernel makes the selection itself, as `page_selection` describes it. Otherwise `select` runs in
-    torch on every device, and the decode kernel attends to the returned pages."""
+    """Whether the decode kernel selects as `page_selection` describes. Otherwise `select` runs in torch on every
+    device, and the decode kernel attends to the returned pages."""
     capturable: ClassVar[bool] = False
     """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Used
     only if `select` runs in torch on a GPU."""
