@@ -29,6 +29,9 @@ from sparse_kernels.sparse_decode.launches import WIDE_RECORD_BYTES, Launch
 _SOURCE = Path(__file__).with_name("candidates.cu")
 _WAVES, _WAVES_OF_WIDE = 2, 1
 """A launch has enough thread blocks to fill the GPU this many times, if rows and chunks suffice; with wide records."""
+LEAST_PARTS = 8
+"""The fewest thread blocks that share a context, however many rows there are. A long context among short ones would
+otherwise occupy one multiprocessor long after the others have ended."""
 
 
 class Candidates(NamedTuple):
@@ -76,7 +79,7 @@ def find_candidates(
     found = Candidates(
         torch.empty((rows, room), dtype=torch.int16, device=device),
         torch.empty((rows, room), dtype=torch.int32, device=device),
-        max(1, filled // rows),
+        max(LEAST_PARTS, filled // rows),
     )
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
