@@ -1,4 +1,4 @@
-"""The options that the benchmarks and the research share.
+"""The options that the benchmarks share.
 
 - An option with several values is repeated, or its values are separated by commas: `--variant a --variant b` is
   `--variant a,b`.

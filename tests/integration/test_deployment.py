@@ -77,7 +77,7 @@ def test_the_source_archive_has_what_the_wheel_is_built_of_alone(archives):
     with tarfile.open(archives[0]) as source:
         tops = {name.split("/")[1] for name in source.getnames() if "/" in name}
     assert {"LICENSE", "README.md", "configs", "kernels", "pyproject.toml", "setup.py", "vllm_sparse_plugin"} <= tops
-    assert not tops & {"bench", "docker", "models", "research", "tests"}
+    assert not tops & {"bench", "docker", "models", "tests"}
 
 
 def test_links_of_the_description_work_on_a_package_index(archives):

@@ -4,7 +4,7 @@ from graphlib import TopologicalSorter
 
 import grimp
 
-PACKAGES = ("sparse_kernels", "vllm_sparse_plugin", "bench", "research")
+PACKAGES = ("sparse_kernels", "vllm_sparse_plugin", "bench")
 
 
 def test_there_is_no_circle_of_imports():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-MEASURING = ("bench", "research", "support.bench")
+MEASURING = ("bench", "support.bench")
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -82,7 +82,7 @@ def test_no_tool_opens_a_tokenizer_by_itself():
     root = MODEL.parents[1]
     opening = [
         str(path.relative_to(root))
-        for part in ("vllm_sparse_plugin", "bench", "research")
+        for part in ("vllm_sparse_plugin", "bench")
         for path in (root / part).rglob("*.py")
         if "AutoTokenizer.from_pretrained" in path.read_text(encoding="utf-8")
     ]

@@ -123,7 +123,7 @@ class TrainingSettings(Section):
 
     @property
     def peak_rate(self) -> float:
-        """The peak learning rate. Its defaults are the best of `research/training`."""
+        """The peak learning rate. Its defaults are the best of the study in research/training."""
         default = 1e-3 if self.lora_rank else 3e-4
         return default if self.learning_rate is None else self.learning_rate
 

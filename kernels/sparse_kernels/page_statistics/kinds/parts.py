@@ -11,7 +11,7 @@ from sparse_kernels.page_statistics.codes import Codes, RowCodes
 from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, RecordFormat, StatisticsKind
 from sparse_kernels.page_statistics.kinds.rotation import rotate, rotate_back, rotated, rotated_back
 
-# Keys have heavy tails: twice the best step of a normal distribution keeps large elements. `research.real` measured it.
+# Keys have heavy tails: twice the best step of a normal distribution keeps large elements. See `research/real`.
 _FOUR_BITS = Codes(bits=4, vectors=4, spacing=0.7, dropped=2)
 _TWO_BITS = Codes(bits=2, vectors=4, spacing=0.9957)
 _LEVELS = RowCodes(bits=4, vectors=4, spacing=0.7)

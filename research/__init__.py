@@ -1,1 +1,0 @@
-"""Experiments behind the design. Not installed: run from the checkout."""

@@ -1,1 +1,0 @@
-"""Compares page statistics on the queries and keys of a model."""
