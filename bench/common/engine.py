@@ -98,6 +98,14 @@ class Variant:
         resolve(parse_additional_config(text).get(KEY), BACKENDS[self.backend])
         return text
 
+    def budget_tokens(self, text: str | None) -> int | None:
+        """The tokens that a decode step reads with this JSON; None without a budget."""
+        if not self.sparse:
+            return None
+        assert self.backend is not None
+        settings = parse_additional_config(text).get(KEY) if text else None
+        return getattr(resolve(settings, BACKENDS[self.backend]).selection, "budget_tokens", None)
+
     def check_backends(self, used: list[str]) -> str:
         """Return the backend of the layers.
 

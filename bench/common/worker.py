@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 EXTENSION = "bench.common.worker.BenchWorker"
-_LARGEST_BYTE = 0x78
-"""No byte below it makes a floating-point number infinite, in any format."""
+_COPIED = 1024
+"""Blocks that are copied at a time."""
 
 
 class BenchWorker:
@@ -27,16 +28,41 @@ class BenchWorker:
         rates = None if probability is None else torch.full((tokens,), probability, device=runner.device)
         runner.rejection_sampler.synthetic_conditional_rates = rates
 
-    def fill_page_records(self) -> None:
-        """Fill page records that are not in the blocks with noise, as vLLM's connector for noise fills blocks."""
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole KV blocks, with the page statistics in them or beside them.
+
+        Args:
+            copies: numbers of the block to read and of the block to write.
+
+        Raises:
+            RuntimeError: if the bytes of a block are not next to each other.
+        """
         worker: Any = self
-        layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        records = (getattr(getattr(layer, "impl", None), "statistics_beside", None) for layer in layers)
-        # They were made in vLLM's inference mode.
-        with torch.inference_mode():
-            for kept in records:
-                if kept is not None:
-                    kept.normal_() if kept.is_floating_point() else kept.random_(_LARGEST_BYTE)
+        blocks = worker.model_runner.kv_cache_config.num_blocks
+        end = dict[int, int]()
+        # Two layers that share a cache have the same address.
+        for _, cache in sorted({cache.data_ptr(): cache for cache in self._caches()}.items()):
+            storage, size = cache.untyped_storage(), cache.element_size()
+            begin, length = int(cache.storage_offset()) * size, cache.stride(0) * len(cache) * size
+            if begin < end.get(storage.data_ptr(), 0) or begin + length > storage.nbytes():
+                raise RuntimeError(
+                    f"the blocks of a KV cache of shape {tuple(cache.shape)} are not one after the other"
+                )
+            end[storage.data_ptr()] = begin + length
+            every = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+            rows = every[begin : begin + length].view(blocks, -1)
+            for first in range(0, len(copies), _COPIED):
+                read, write = torch.tensor(copies[first : first + _COPIED], device=rows.device).unbind(1)
+                rows[write] = rows[read]
+
+    def _caches(self) -> Iterator[torch.Tensor]:
+        """Yields the KV caches of the layers, and page statistics that have memory of their own."""
+        worker: Any = self
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(cache := getattr(layer, "kv_cache", None), torch.Tensor):
+                yield cache
+            if (beside := getattr(getattr(layer, "impl", None), "statistics_beside", None)) is not None:
+                yield beside
 
     def draw_weights(self) -> None:
         """Replace dummy weights by random ones that keep activations near unit size.

@@ -8,9 +8,7 @@ from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
 from bench.serving.host_reads import host_reads_command, host_reads_variant
-from bench.serving.loads import loads, loads_variant
 from bench.serving.lossless import lossless, lossless_variant
-from bench.serving.plot import plot
 from bench.serving.prefill import prefill, prefill_variant
 from bench.serving.prefill_cpu import prefill_cpu
 from bench.serving.serve import serve
@@ -34,15 +32,12 @@ app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)
 app.command("host-reads")(host_reads_command)
 app.command(hidden=True)(host_reads_variant)
-app.command()(loads)
-app.command(hidden=True)(loads_variant)
 app.command()(lossless)
 app.command(hidden=True)(lossless_variant)
 app.command()(prefill)
 app.command(hidden=True)(prefill_variant)
 app.command()(prefill_cpu)
 app.command()(serve)
-app.command()(plot)
 
 
 def main() -> None:

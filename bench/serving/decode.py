@@ -1,22 +1,19 @@
-"""Decode time per token only: from the prefix cache, in one process, by context and batch.
+"""Decode time per token only: from the prefix cache, in one process, by batch.
 
-    python -m bench.serving decode --variant flash_attn --variant unique --output decode.jsonl
+    python -m bench.serving decode --variant flash_attn,unique --output decode.jsonl
 
-The prompts of a batch are computed once. Then 1 token and 1 + n tokens are generated from the prefix cache, and the
-difference is divided by n: median over repeats. Every request has separate KV blocks. The prompts of a context begin
-with those of shorter contexts, and the prompts of a batch are the first of a larger batch. A token is therefore
-computed once per variant while the cache has room. One process per variant, one after the other.
+Prompts are text, and the cache holds what the model wrote for them. The longest prompt is computed; the other requests
+get copies of its blocks and end differently (`copies.py`). Then 1 token and 1 + n tokens are generated from the prefix
+cache, and the difference is divided by n. Every request has KV blocks of its own.
 
-With `--noise-cache` no prompt is computed: the whole cache is filled with noise at start (vLLM's
-DecodeBenchConnector). Use it for contexts that take minutes to compute, if contents do not affect time.
+Each variant has one engine with the settings of a server, one after the other. `--no-compile` saves the minute of
+torch.compile, for a quick look.
 """
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,221 +21,237 @@ from rich.table import Table
 
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, force_routing, parse_variants
 from bench.common.host_reads import host_reads, host_share
-from bench.common.models import SHAPES, Model, open_model
-from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
+from bench.common.models import SHAPES, Model, library_tokens, load_tokenizer, open_model
+from bench.common.options import Commit, Output, TimeLimit
 from bench.common.results import Row
-from bench.serving.variants import (
-    BackendSettings,
-    Generate,
-    check_batches,
-    generator,
-    measure_variants,
-    open_variant,
-    time_tokens,
-    variant_columns,
-)
+from bench.serving.batches import ALLOWED, Batch, parse_batches
+from bench.serving.copies import Prompt, copy_prefixes
+from bench.serving.variants import BackendSettings, measure_variants, open_variant, time_tokens, variant_columns
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
+LOADS = (
+    "1x2K", "24x2K", "128x4K", "64x8K", "16x32K", "24x32K", "1x128K", "4x128K", "5x128K", "6x128K",
+)  # fmt: skip
+MIXED = ("16x32K", "16x32K+1x128K", "16x32K+1x128K:dense")
+TAIL = 64
+"""Last tokens of a prompt, which no other request has."""
+_WARM_UP = 16
+"""Tokens of the first, unmeasured generation."""
 # Round figures of one H200, only for the forecast.
-_FLOPS_PER_SECOND = 500e12
+_FLOPS_PER_SECOND = 430e12
 _BYTES_PER_SECOND = 3.5e12
-_START_SECONDS = 60
-NOISE = {
-    "kv_connector": "DecodeBenchConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
-}
-"""Fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
+_START_SECONDS = 50
+_COMPILE_SECONDS = 60
+_SPARSE_SHARE = 0.25
+"""Bytes that a sparse step reads of the KV cache and the statistics."""
 
 
 class DecodeSettings(BackendSettings):
-    """The input of the process of one variant."""
+    """The input of the process of one variant. None is vLLM's default."""
 
-    grid: tuple[GridRow, ...]
+    loads: tuple[Batch, ...]
     new_tokens: int
-    max_num_seqs: int
-    block_size: int | None
+    max_model_len: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int | None
-    one_token: bool
-    """Whether each batch is measured again with one generated token."""
-    noise_cache: bool
-    """Whether keys and values are noise instead of those of prompts."""
-
-
-def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Return random prompts with distinct first tokens; shorter prompts are prefixes of longer ones."""
-    prompts = []
-    for i in range(count):
-        rng = random.Random(i)
-        first = 3 + i % (vocabulary - 3)
-        prompts.append([first, *rng.choices(range(3, vocabulary), k=length - 1)])
-    return prompts
+    block_size: int | None
+    compile: bool
+    """Whether torch.compile and all graphs are on, as in a server."""
 
 
 def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
-    """A rough estimate of the time of one variant with dense attention on one H200, its start included."""
-    kv_bytes = model.kv_bytes_per_token(Variant.parse(settings.variant).kv_cache_dtype)
-    seconds = float(_START_SECONDS)
-    computed: dict[int, int] = {}
-    for row in settings.grid:
-        # The largest batch is not known yet.
-        largest = max(batch or 1 for batch in row.batches)
-        batches = [batch or min(2 * largest, settings.max_num_seqs) for batch in row.batches]
-        for i in range(0 if settings.noise_cache else max(batches)):
-            seconds += model.prefill_flops(computed.get(i, 0), row.context) / _FLOPS_PER_SECOND
-            computed[i] = row.context
-        for batch in batches:
-            step = (2 * model.matrix_elements + batch * row.context * kv_bytes) / _BYTES_PER_SECOND
-            seconds += (settings.repeats + 1) * settings.new_tokens * step
-    return seconds
+    """A rough estimate of the time of one variant on one H200, its start included."""
+    variant = Variant.parse(settings.variant)
+    read = model.kv_bytes_per_token(variant.kv_cache_dtype) * (_SPARSE_SHARE if variant.sparse else 1)
+    seconds = _START_SECONDS + (_COMPILE_SECONDS if settings.compile else 0.0)
+    seconds += model.prefill_flops(0, max(each.longest for each in settings.loads)) / _FLOPS_PER_SECOND
+    tokens = settings.repeats * settings.new_tokens + _WARM_UP
+    loads = settings.loads if variant.sparse else {_plain(each): each for each in settings.loads}.values()
+    return seconds + sum(
+        tokens * (2 * model.matrix_elements + each.tokens * read) / _BYTES_PER_SECOND for each in loads
+    )
 
 
-def measure_batch(
-    generate: Generate,
-    prompts: list[list[int]],
-    settings: DecodeSettings,
-    least: int,
-) -> dict[str, Any]:
-    """Seconds of decoding a batch whose prompts are in the prefix cache, as columns of a row.
+def draw_text(model: Model, tokens: int, requests: int) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens of a text, and the last tokens of each request."""
+    text = library_tokens(load_tokenizer(model.folder), 0, tokens + TAIL * requests)
+    return text[:tokens], [text[tokens + TAIL * i : tokens + TAIL * (i + 1)] for i in range(requests)]
 
-    Args:
-        generate: generates that many tokens for each prompt and returns the number of cached tokens of each.
-        prompts: the batch.
-        settings: repeats and new tokens.
-        least: tokens of each prompt that must come from the cache for a time to count.
+
+def make_prompts(batch: Batch, text: list[int], tails: Sequence[list[int]], new_tokens: int) -> list[Prompt]:
+    """Return the prompts of a batch, the longest first. Each leaves room in its context for the generated tokens."""
+    shared = [context - new_tokens - 1 - TAIL for context in batch.contexts]
+    return [Prompt(text[:length] + tails[i], str(i)) for i, length in enumerate(shared)]
+
+
+class Runner:
+    """Generates tokens for batches in one engine."""
+
+    def __init__(self, llm: LLM, sparse: bool) -> None:
+        self._llm, self._sparse = llm, sparse
+
+    def generate(self, batch: Batch, prompts: Sequence[Prompt], tokens: int) -> list[Any]:
+        """Generate that many tokens for each prompt; return vLLM's outputs."""
+        from vllm import SamplingParams, TokensPrompt
+
+        arguments = [part.arguments for part in batch.in_order for _ in range(part.count)]
+        sampling = [
+            SamplingParams(
+                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+                extra_args=dict(each) if self._sparse and each else None,
+            )
+            for each in arguments[: len(prompts)]
+        ]  # fmt: skip
+        asked = [TokensPrompt(prompt_token_ids=each.tokens, cache_salt=each.salt) for each in prompts]
+        outputs: list[Any] = self._llm.generate(asked, sampling, use_tqdm=False)
+        return outputs
+
+    def fill(self, batch: Batch, prompts: Sequence[Prompt]) -> Row:
+        """Bring the prompts of a batch into the prefix cache; return columns that say how."""
+        begin = time.perf_counter()
+        self.generate(batch, prompts[:1], 1)
+        shared = [len(each.tokens) - TAIL for each in prompts[1:]]
+        copied = copy_prefixes(self._llm, prompts[0], prompts[1:], shared)
+        self.generate(batch, prompts, 1)
+        contents = "text, one prompt copied" if copied else "text"
+        return {"cache": contents, "fill_seconds": round(time.perf_counter() - begin, 3)}
+
+
+def measure_batch(runner: Runner, batch: Batch, prompts: Sequence[Prompt], settings: DecodeSettings, block: int) -> Row:
+    """Seconds of decoding a batch, as columns of a row.
+
+    Raises:
+        RuntimeError: if prompts were computed within a measured time, because they were not in the prefix cache.
     """
-
-    reads: list[tuple[float, int]] = []
+    about = runner.fill(batch, prompts)
+    runner.generate(batch, prompts, 1 + min(_WARM_UP, settings.new_tokens))
+    reads = host_reads()
 
     def seconds(tokens: int) -> float:
-        reads.append(host_reads())
         begin = time.perf_counter()
-        cached = generate(prompts, tokens)
+        outputs = runner.generate(batch, prompts, tokens)
         end = time.perf_counter()
-        if min(cached) < least:
-            raise RuntimeError(f"only {min(cached)} of a prompt's tokens came from the prefix cache, not {least}")
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if (output.num_cached_tokens or 0) < len(prompt.tokens) - block:
+                raise RuntimeError(
+                    f"{output.num_cached_tokens} of a prompt's {len(prompt.tokens)} tokens came from the prefix cache"
+                )
         return end - begin
 
-    begin = time.perf_counter()
-    generate(prompts, 1)
-    prefill = time.perf_counter() - begin
     times = time_tokens(seconds, settings.new_tokens, settings.repeats)
-    # The first call is the warm-up.
-    return {**times, **host_share(reads[1], host_reads()), "prefill_seconds": round(prefill, 3)}
+    return {**about, **times, **host_share(reads, host_reads())}
 
 
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process for `decode`, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
+    begin = time.perf_counter()
     with open_variant(settings) as (model, file):
-        seconds = forecast_seconds(model, settings)
-        print(f"{settings.variant}: about {seconds:.0f} s on one H200 if attention were dense", flush=True)
-        _measure_variant(settings, model, file.write)
+        for row in _measure_variant(settings, model):
+            file.write(row)
+            measured = f"{row['ms_per_token']:.2f} ms per token" if "ms_per_token" in row else row["skipped"]
+            passed = time.perf_counter() - begin
+            print(f"{settings.variant}: {row['load']}: {measured}, {passed:.0f} s since the start", flush=True)
 
 
-def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Row], None]) -> None:
+def _measure_variant(settings: DecodeSettings, model: Model) -> Iterator[Row]:
+    """Yields a row for each load, in an order in which prompts are found in the cache: the longest first."""
     variant = Variant.parse(settings.variant)
-    longest = settings.grid[-1].context
     begin = time.perf_counter()
     with engine(
         model,
         variant,
         settings.additional_config,
         skip_tokenizer_init=True,
-        max_model_len=longest,
+        max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         block_size=settings.block_size,
         enable_prefix_caching=True,
-        kv_transfer_config=NOISE if settings.noise_cache else None,
-        compilation_config=DECODE_GRAPHS,
+        compilation_config=None if settings.compile else DECODE_GRAPHS,
     ) as (llm, backend):
-        start_seconds = time.perf_counter() - begin
-        generates = {False: generator(llm)} | ({True: generator(llm, only=7)} if settings.one_token else {})
-        cache = llm.llm_engine.vllm_config.cache_config
-        block_size = cache.block_size
-        blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
-        prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
-        if settings.noise_cache:
-            fill_records(llm, prompts[0])
-        for row in settings.grid:
-            fits = blocks // -(-row.context // block_size)
-            length = row.context - settings.new_tokens - 1
-            largest = min(fits, settings.max_num_seqs)
-            batches = sorted({largest if batch is None else batch for batch in row.batches})
-            for batch, one_token in product(batches, generates):
-                about = {
-                    **variant_columns(variant, backend, settings.additional_config, model),
-                    "context_tokens": row.context,
-                    "batch": batch,
-                    "block_size": block_size,
-                    "kv_cache_tokens": blocks * block_size,
-                    "noise_cache": settings.noise_cache,
-                    "one_token": one_token,
-                }
-                if batch > fits or batch == 0:
-                    write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
+        config = llm.llm_engine.vllm_config
+        block_size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks - 1  # one is reserved
+        about = {
+            **variant_columns(variant, backend, settings.additional_config, model),
+            "budget_tokens": variant.budget_tokens(settings.additional_config),
+            "block_size": block_size,
+            "kv_cache_tokens": blocks * block_size,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "compile_mode": int(config.compilation_config.mode or 0),
+            "cuda_graphs": getattr(config.compilation_config.cudagraph_mode, "name", None),
+            "start_seconds": round(time.perf_counter() - begin, 1),
+        }
+        runner = Runner(llm, variant.sparse)
+        most = max(each.count for each in settings.loads)
+        text, tails = draw_text(model, max(each.longest for each in settings.loads), most)
+        found: dict[tuple[int, ...], Row] = {}
+        for batch in sorted(settings.loads, key=lambda each: (-each.longest, -each.tokens)):
+            load = {
+                "load": batch.name,
+                "context_tokens": batch.longest,
+                "batch": batch.count,
+                "kv_gib": round(batch.tokens * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30, 3),
+            }
+            needed = sum(-(-context // block_size) for context in batch.contexts)
+            if needed > blocks:
+                yield {**about, **load, "skipped": f"the KV cache holds {blocks * block_size} tokens"}
+                continue
+            # Arguments change nothing in a backend of vLLM.
+            if variant.sparse or _plain(batch) not in found:
+                prompts = make_prompts(batch, text, tails, settings.new_tokens)
+                try:
+                    found[_plain(batch)] = measure_batch(runner, batch, prompts, settings, block_size)
+                except RuntimeError as error:
+                    yield {**about, **load, "skipped": str(error)}
                     continue
-                asked = [prompt[:length] for prompt in prompts[:batch]]
-                measured = measure_batch(generates[one_token], asked, settings, length - block_size)
-                kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
-                found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
-                write(found)
-                print(
-                    f"{variant.name}: {row.context} tokens, batch {batch}: {found['ms_per_token']:.2f} ms per token, "
-                    f"prefill {found['prefill_seconds']:.1f} s, {time.perf_counter() - begin:.0f} s since the start",
-                    flush=True,
-                )
+            yield {**about, **load, **found[_plain(batch)]}
+
+
+def _plain(batch: Batch) -> tuple[int, ...]:
+    """What vLLM's own backends know of a batch."""
+    return tuple(batch.contexts)
 
 
 def decode(
     output: Output,
     variant: Annotated[
         list[str] | None,
-        typer.Option(
-            help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique, each alone and :fp8."
-        ),
+        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique."),
     ] = None,
     model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), or a folder.")] = "llama-3.1-8b",
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"CONTEXT=BATCH,..., repeatable, {LARGEST} for as many as fit. Default: {', '.join(DEFAULT_GRID)}.",
-        ),
-    ] = None,
+    load: Annotated[list[str] | None, typer.Option(help=f"{ALLOWED}, repeatable. Default: {', '.join(LOADS)}.")] = None,
+    mixed: Annotated[bool, typer.Option("--mixed", help=f"Measure also {', '.join(MIXED)}.")] = False,
     additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
     skip_ratio: Annotated[
         float | None,
         typer.Option(help="Share of the KV groups that routing skips in the plugin's backends, for any data."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per measured time.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 32,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="As for vLLM.")] = 0.92,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per measured time.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 3,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Start without torch.compile, with decode graphs only.")
+    ] = False,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="As for vLLM. Default: the longest context.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1, help="As for vLLM.")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="As for vLLM.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
-    one_token: Annotated[
-        bool,
-        typer.Option("--one-token", help="Measure each batch again with one token all the time: steps select alike."),
-    ] = False,
-    noise_cache: Annotated[
-        bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")
-    ] = False,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
     """Measure decode time per token of each variant; exit code 3 if one fails or does not finish in time."""
     end = time.monotonic() + time_limit
-    variants = parse_variants(variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8"))
-    rows = parse_grid(grid or DEFAULT_GRID)
+    loads = parse_batches([*(load or LOADS), *(MIXED if mixed else ())])
+    variants = parse_variants(variant or ("flash_attn", "unique"))
     with open_model(model) as opened:
-        _check(rows, opened, new_tokens, max_num_seqs)
+        _check(loads, opened, new_tokens, max_num_seqs, max_model_len)
         if skip_ratio is not None:
             additional_config = force_routing(opened, additional_config, skip_ratio)
         all_settings = [
@@ -246,53 +259,56 @@ def decode(
                 model=model if opened.drawn_weights else str(opened.folder),
                 variant=each.name,
                 additional_config=each.additional_config(additional_config),
-                grid=rows,
+                loads=loads,
                 new_tokens=new_tokens,
                 repeats=repeats,
+                max_model_len=max_model_len or max(batch.longest for batch in loads),
                 max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
                 gpu_memory_utilization=gpu_memory_utilization,
                 block_size=block_size,
-                max_num_batched_tokens=max_num_batched_tokens,
-                one_token=one_token,
-                noise_cache=noise_cache,
+                compile=not no_compile,
                 output=str(output.absolute()),
             )
             for each in variants
         ]
+        forecasts = [(each.variant, forecast_seconds(opened, each)) for each in all_settings]
+        each_text = ", ".join(f"{name} {seconds:.0f}" for name, seconds in forecasts)
+        forecast = f"about {sum(seconds for _, seconds in forecasts):.0f} s on one H200: {each_text}"
         about = describe_run(opened.folder, commit)
-        measure_variants("decode-variant", all_settings, about, output, lambda: end - time.monotonic(), table)
+        measure_variants("decode-variant", all_settings, about, output, lambda: end - time.monotonic(), table, forecast)
 
 
-def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seqs: int) -> None:
+def _check(
+    loads: Sequence[Batch], model: Model, new_tokens: int, max_num_seqs: int | None, max_model_len: int | None
+) -> None:
     """Raise ConfigurationError for bad input before an engine starts."""
-    limit = int(model.config["max_position_embeddings"])
-    for row in grid:
-        if not new_tokens + 64 <= row.context <= limit:
+    limit, least = max_model_len or int(model.config["max_position_embeddings"]), new_tokens + 2 * TAIL
+    for batch in loads:
+        for part in batch.parts:
+            if not least <= part.context <= limit:
+                raise ConfigurationError(
+                    f"load: got a context of {part.context} tokens, allowed: from new_tokens + {2 * TAIL} = {least} to "
+                    f"max_model_len = {limit}"
+                )
+        if max_num_seqs is not None and batch.count > max_num_seqs:
             raise ConfigurationError(
-                f"grid: got a context of {row.context} tokens, allowed: from new_tokens + 64 = {new_tokens + 64} to "
-                f"the model's {limit}"
+                f"load: got {batch.count} requests, allowed: at most max_num_seqs = {max_num_seqs}"
             )
-        check_batches(row, max_num_seqs)
 
 
-def fill_records(llm: LLM, prompt: list[int]) -> None:
-    """Fills the records of offloaded pages with noise: zeros would select the same pages in every step."""
-    # The first step makes the records.
-    generator(llm)([prompt[:64]], 2)
-    llm.collective_rpc("fill_page_records")
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return one line for each context and batch, one column for each variant."""
-    times = {(row["context_tokens"], row["batch"], variant_name(row)): row.get("ms_per_token") for row in rows}
-    variants = list(dict.fromkeys(variant_name(row) for row in rows))
-    lines = Table("context", "batch", *variants, title="Decode: ms per token")
-    for context, batch in sorted({key[:2] for key in times}):
-        found = [times.get((context, batch, variant)) for variant in variants]
-        lines.add_row(str(context), str(batch), *("-" if ms is None else f"{ms:.2f}" for ms in found))
+def table(rows: list[Row]) -> Table:
+    """Return one line for each load, one column for each variant, and the largest ratio to the first variant."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    times = {(row["load"], row["variant"]): row for row in rows if "ms_per_token" in row}
+    lines = Table("load", *variants, "ratio", title="Decode: median ms per token (least to most)")
+    for load in dict.fromkeys(row["load"] for row in rows):
+        found = [times.get((load, variant)) for variant in variants]
+        known = [row["ms_per_token"] for row in found[1:] if row]
+        ratio = f"{found[0]['ms_per_token'] / max(known):.2f}" if found[0] and known else "-"
+        lines.add_row(load, *(_cell(row) for row in found), ratio)
     return lines
 
 
-def variant_name(row: Row) -> str:
-    """The variant of a row, and whether its steps select alike."""
-    return f"{row['variant']}, one token" if row.get("one_token") else str(row["variant"])
+def _cell(row: Row | None) -> str:
+    return "-" if row is None else "{ms_per_token:.2f} ({ms_per_token_min:.2f} to {ms_per_token_max:.2f})".format(**row)

@@ -4,7 +4,7 @@
 
 Drafts of random weights are never right. vLLM therefore accepts each draft with a given probability, in the synthetic
 mode of its rejection sampler. The time is that of an engine whose drafts are right this often. The KV cache is filled
-with noise, as in `decode --noise-cache`. Requests decode in the same steps. After all have begun, whole steps are
+with noise, which takes no time. Requests decode in the same steps. After all have begun, whole steps are
 timed, and the time is divided by the emitted tokens per request. One process for dense decoding and for each length of
 drafts, one after the other.
 """
@@ -12,6 +12,7 @@ drafts, one after the other.
 from __future__ import annotations
 
 import json
+import random
 import time
 from itertools import count, product
 from typing import Annotated, Any, Literal
@@ -23,7 +24,6 @@ from bench.common.engine import DECODE_GRAPHS, Variant, engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, GridRow, Output, TimeLimit, parse_grid, parse_sizes, split_values
 from bench.common.results import ResultFile, Row
-from bench.serving.decode import NOISE, draw_prompts
 from bench.serving.variants import (
     EngineSettings,
     check_batches,
@@ -35,6 +35,12 @@ from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 
+NOISE = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
+}
+"""Fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
 DEFAULT_GRID = ("32K=24", "128K=1,6")
 DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)
 DraftLength = Literal["fixed", "adaptive"]
@@ -156,6 +162,16 @@ class Requests:
         self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
+
+
+def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Return random prompts with distinct first tokens; shorter prompts are prefixes of longer ones."""
+    prompts = []
+    for i in range(count):
+        rng = random.Random(i)
+        first = 3 + i % (vocabulary - 3)
+        prompts.append([first, *rng.choices(range(3, vocabulary), k=length - 1)])
+    return prompts
 
 
 def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSettings) -> Row:

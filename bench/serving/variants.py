@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from bench.common.console import open_console
 from bench.common.engine import Variant, exits_for_wrong_backend
 from bench.common.models import Model, open_model
 from bench.common.options import GridRow
-from bench.common.results import ResultFile, Row, read_run, spread
+from bench.common.results import ResultFile, Row, read_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class EngineSettings(BaseModel):
     model: str
     """A shape or the folder of a model."""
     repeats: int
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     output: str
     """JSON lines file to append to."""
 
@@ -74,6 +75,7 @@ def measure_variants(
     output: Path,
     seconds: Callable[[], float],
     table: Callable[[list[Row]], Table],
+    forecast: str = "",
 ) -> None:
     """Runs variants one after the other and shows their measurements; exit code 3 if one fails.
 
@@ -84,9 +86,10 @@ def measure_variants(
         output: the result file.
         seconds: returns the time limit of the next variant.
         table: makes the table of all rows.
+        forecast: a line about the expected time, to print at first.
     """
     with ResultFile(output, about):
-        pass
+        print(forecast, end="\n" if forecast else "", flush=True)
     failed = [sentence for settings in all_settings for sentence in _run_variant(command, settings, seconds())]
     console = open_console()
     console.print(table(read_run(output).rows))
@@ -123,9 +126,9 @@ def check_batches(row: GridRow, max_num_seqs: int) -> None:
 
 
 def per_token(milliseconds: Sequence[float]) -> Row:
-    """The columns of times per token: their median and spread."""
-    names = ("ms_per_token", "ms_per_token_p20", "ms_per_token_p80")
-    return {name: round(value, 4) for name, value in zip(names, spread(milliseconds), strict=True)}
+    """The columns of times per token: the median, the least and the most."""
+    found = {"": statistics.median(milliseconds), "_min": min(milliseconds), "_max": max(milliseconds)}
+    return {f"ms_per_token{name}": round(value, 4) for name, value in found.items()}
 
 
 def time_tokens(seconds: Callable[[int], float], new_tokens: int, repeats: int) -> Row:
@@ -134,9 +137,8 @@ def time_tokens(seconds: Callable[[int], float], new_tokens: int, repeats: int) 
     Args:
         seconds: generates that many tokens for each request of a batch; returns how long it took.
         new_tokens: tokens per measured time.
-        repeats: measurements, after a warm-up.
+        repeats: measurements.
     """
-    seconds(1 + new_tokens)
     times = [(seconds(1 + new_tokens) - seconds(1)) / new_tokens * 1e3 for _ in range(repeats)]
     return {**per_token(times), "repeats": repeats, "new_tokens": new_tokens}
 

@@ -2,123 +2,156 @@
 
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
-from support.bench.serving import decode_rows, settings, write_results
+from support.bench.serving import settings
 
+from bench.common.engine import Variant, engine
 from bench.common.models import open_model
-from bench.common.options import parse_grid
 from bench.common.results import read_run
+from bench.serving import decode
 from bench.serving.__main__ import main as serving_main
-from bench.serving.decode import draw_prompts, forecast_seconds, measure_batch
-from bench.serving.decode import table as decode_table
-from bench.serving.plot import _draw
+from bench.serving.batches import parse_batches
+from vllm_sparse_plugin.errors import ConfigurationError
 
 
-def test_prompts_differ_at_once_and_short_ones_begin_long_ones():
-    prompts = draw_prompts(6, 100, 4096)
-    assert len({prompt[0] for prompt in prompts}) == 6
-    assert {len(prompt) for prompt in prompts} == {100}
-    assert all(2 < token < 4096 for prompt in prompts for token in prompt)
-    assert draw_prompts(2, 100, 4096) == prompts[:2]
+def test_batches_are_parsed_from_their_names():
+    (mixed,) = parse_batches(["2x2K:budget=512+16x32K+1x128K:dense+3x300:coverage=0.9"])
+    assert (mixed.count, mixed.longest, mixed.tokens) == (22, 131072, 16 * 32768 + 131072 + 4096 + 900)
+    assert [part.arguments for part in mixed.in_order] == [
+        {"sparse": "dense"}, {}, {"sparse_budget_tokens": 512}, {"sparse_coverage": 0.9},
+    ]  # fmt: skip
+    assert mixed.contexts[:2] == [131072, 32768]
 
 
-def test_the_forecast_counts_each_token_of_a_prompt_once():
+@pytest.mark.parametrize("text", ["", "32K", "x32K", "2x", "2x32K:sparse", "2x32K:budget", "2x32K:coverage=x"])
+def test_what_is_no_batch_is_refused(text):
+    with pytest.raises(ConfigurationError, match="allowed: COUNTxCONTEXT"):
+        parse_batches([text])
+
+
+def test_the_forecast_counts_the_longest_prompt_once():
     with open_model("llama-3.1-8b") as model:
-        short = forecast_seconds(model, settings(grid=parse_grid(["32K=1,8"])))
-        again = forecast_seconds(model, settings(grid=parse_grid(["32K=8,8"]), repeats=1))
-        longer = forecast_seconds(model, settings(grid=parse_grid(["32K=1,8", "64K=8"])))
-        alone = forecast_seconds(model, settings(grid=parse_grid(["64K=8"])))
-    assert again == pytest.approx(short, rel=0.05)
-    assert alone < longer < alone + 2
+        one, two, dense = (
+            decode.forecast_seconds(model, settings(variant=variant, loads=parse_batches([load])))
+            for variant, load in (("unique", "1x128K"), ("unique", "2x128K"), ("flash_attn", "2x128K"))
+        )
+        plain = decode.forecast_seconds(model, settings(loads=parse_batches(["2x128K", "2x128K:dense"])))
+    assert one < two < one + 1
+    assert dense == plain
+    assert dense > two
+
+
+def test_prompts_share_a_text_and_end_differently():
+    with open_model("llama-3.1-8b") as model:
+        text, tails = decode.draw_text(model, 2048, 4)
+    (batch,) = parse_batches(["3x1K+1x2K"])
+    prompts = decode.make_prompts(batch, text, tails, 100)
+    assert [len(each.tokens) for each in prompts] == [1947, 923, 923, 923]
+    assert len({tuple(each.tokens[-decode.TAIL :]) for each in prompts}) == 4
+    assert all(each.tokens[: -decode.TAIL] == text[: len(each.tokens) - decode.TAIL] for each in prompts)
+    assert len({each.salt for each in prompts}) == 4
+
+
+class Runner:
+    """Takes 5 s and 2 ms per token; the second time that is measured takes 4 ms longer."""
+
+    def __init__(self, cached):
+        self.now, self.asked, self.cached = 0.0, [], cached
+
+    def fill(self, batch, prompts):
+        return {"cache": "text"}
+
+    def generate(self, batch, prompts, tokens):
+        self.asked.append(tokens)
+        self.now += 5 + tokens * 0.002 + (0.004 if len(self.asked) == 4 else 0)
+        return [SimpleNamespace(num_cached_tokens=self.cached) for _ in prompts]
+
+
+def measured(monkeypatch, cached):
+    runner = Runner(cached)
+    monkeypatch.setattr("bench.serving.decode.time.perf_counter", lambda: runner.now)
+    (batch,) = parse_batches(["2x1K"])
+    prompts = [decode.Prompt([1] * 1000, "0")] * 2
+    return runner.asked, decode.measure_batch(runner, batch, prompts, settings(), 16)
 
 
 def test_times_are_differences_over_new_tokens(monkeypatch):
-    clock = 0.0
+    asked, columns = measured(monkeypatch, 992)
+    assert asked == [5, 5, 1, 5, 1, 5, 1]
+    assert columns["ms_per_token"] == columns["ms_per_token_min"] == pytest.approx(2)
+    assert columns["ms_per_token_max"] == pytest.approx(3)
+    assert (columns["new_tokens"], columns["repeats"], columns["cache"]) == (4, 3, "text")
+
+
+def test_a_time_that_includes_prefill_is_no_result(monkeypatch):
+    with pytest.raises(RuntimeError, match="16 of a prompt's 1000 tokens came from the prefix cache"):
+        measured(monkeypatch, 16)
+
+
+def test_rivals_measure_a_batch_once_whatever_its_arguments(monkeypatch, tmp_path):
     asked = []
 
-    def generate(prompts, tokens):
-        nonlocal clock
-        asked.append(tokens)
-        clock += 5 + tokens * 0.002 + (0.004 if len(asked) == 5 else 0)
-        return [96 for _ in prompts]
-
-    monkeypatch.setattr("bench.serving.decode.time.perf_counter", lambda: clock)
-    columns = measure_batch(generate, [[1] * 100], settings(), 90)
-    assert asked == [1, 5, 5, 1, 5, 1, 5, 1]
-    assert columns["ms_per_token"] == pytest.approx(2)
-    assert columns["ms_per_token_p80"] > columns["ms_per_token_p20"] == pytest.approx(2)
-    assert columns["prefill_seconds"] == pytest.approx(5.002)
-
-
-def test_a_time_that_includes_prefill_is_no_result():
-    with pytest.raises(RuntimeError, match="only 16 of a prompt's tokens came from the prefix cache, not 90"):
-        measure_batch(lambda prompts, _: [16 for _ in prompts], [[1] * 100], settings(), 90)
-
-
-def test_the_table_has_a_column_for_each_variant_and_a_dash_where_nothing_was_measured():
-    lines = decode_table(decode_rows())
-    assert [column.header for column in lines.columns] == ["context", "batch", "flash_attn", "unique"]
-    cells = [list(column.cells) for column in lines.columns]
-    assert cells[1] == ["1", "6", "1", "6", "1", "6", "24"]
-    assert cells[3][-2:] == ["5.80", "-"]
-
-
-def test_the_table_has_a_column_for_steps_of_one_token():
-    rows = [row | {"one_token": False} for row in decode_rows()]
-    again = [row | {"one_token": True, "ms_per_token": 1.5} for row in rows if row["variant"] == "unique"]
-    lines = decode_table([*rows, *again])
-    assert [column.header for column in lines.columns][3:] == ["unique", "unique, one token"]
-    assert set(lines.columns[4].cells) == {"1.50"}
-
-
-def test_the_plot_has_a_line_for_steps_of_one_token():
-    pytest.importorskip("matplotlib")
-    rows = [row for row in decode_rows() if row["batch"] == 1]
-    again = [row | {"one_token": True, "ms_per_token": 1.5} for row in rows if row["variant"] == "unique"]
-    (panel,) = _draw([*rows, *again], [1], "").axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
-    assert list(lines) == ["flash_attn", "unique", "unique, one token"]
-    assert min(lines["unique"]) > 5
-    assert set(lines["unique, one token"]) == {1.5}
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plot_draws_a_panel_for_each_batch(monkeypatch, tmp_path, suffix):
-    pytest.importorskip("matplotlib")
-    results = write_results(tmp_path / "decode.jsonl", decode_rows())
-    picture = tmp_path / f"decode{suffix}"
-    monkeypatch.setattr(sys, "argv", ["bench", "plot", str(results), "--output", str(picture)])
-    with pytest.raises(SystemExit) as ended:
-        serving_main()
-    assert not ended.value.code
-    assert picture.stat().st_size > 5000
-
-
-def test_decode_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tmp_path, capsys):
-    served = []
-
     @contextmanager
-    def run_server(name, settings, _console):
-        served.append((name, settings.backend))
-        yield name
+    def start(model, variant, config, **options):
+        asked.append((variant.name, options["compilation_config"], options["max_num_seqs"]))
+        cache = SimpleNamespace(block_size=16, num_gpu_blocks=1025)
+        yield SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(
+            cache_config=cache, scheduler_config=SimpleNamespace(max_num_seqs=256),
+            compilation_config=SimpleNamespace(mode=3, cudagraph_mode=None),
+        ))), "SOME"  # fmt: skip
 
-    monkeypatch.setattr("bench.serving.decode_cpu.run_server", run_server)
-    monkeypatch.setattr(
-        "bench.serving.decode_cpu.decode_seconds",
-        lambda client, prompt, repeats: [len(prompt) * (1e-6 if client == "unique" else 3e-6)] * repeats,
-    )
-    monkeypatch.setattr("bench.serving.decode_cpu.operation_seconds", lambda context: {"score": context * 1e-9})
+    def measure(runner, batch, *_):
+        asked.append(batch.name)
+        if batch.name == "1x3K":
+            raise RuntimeError("not cached")
+        return {"ms_per_token": 1.0, "ms_per_token_min": 1.0, "ms_per_token_max": 1.5}
+
+    def run_here(_module, arguments, _seconds):
+        decode.decode_variant(arguments[1])
+        return 0
+
+    monkeypatch.setattr(decode, "engine", start)
+    monkeypatch.setattr(decode, "measure_batch", measure)
+    monkeypatch.setattr("bench.serving.variants.run_python", run_here)
     output = tmp_path / "out.jsonl"
-    arguments = ["decode-cpu", "--context", "2K,4K", "--repeats", "2", "--output", str(output)]
+    loads = "1x2K,1x2K:dense,1x3K,9x2K"
+    arguments = ["decode", "--variant", "flash_attn,unique", "--load", loads, "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     with pytest.raises(SystemExit) as ended:
         serving_main()
     assert not ended.value.code
-    assert served == [("dense", None), ("unique", "unique")]
-    rows = read_run(output).rows
-    assert [(row.get("backend"), row["context_tokens"]) for row in rows] == [
-        ("dense", 2048), ("dense", 4096), ("unique", 2048), ("unique", 4096), (None, 2048), (None, 4096)
+    assert asked == [
+        ("flash_attn", None, None), "1x3K", "1x2K", ("unique", None, None), "1x3K", "1x2K", "1x2K:dense",
     ]  # fmt: skip
-    assert len(rows[0]["seconds_per_token"]) == 2
-    assert "3.00" in capsys.readouterr().out
+    rows = read_run(output).rows
+    assert [row.get("skipped") for row in rows[:4]] == ["not cached", "the KV cache holds 16384 tokens", None, None]
+    assert [row["budget_tokens"] for row in (rows[0], rows[4])] == [None, 1024]
+    assert {(row["weights"], row["compile_mode"], row["max_num_seqs"]) for row in rows} == {("drawn", 3, 256)}
+    lines = decode.table(rows)
+    assert [list(column.cells) for column in lines.columns][1][2] == "1.00 (1.00 to 1.50)"
+
+
+def test_a_copied_prompt_is_answered_like_a_computed_one():
+    """Tokens after a copy are those after a prefill, so keys, values and page statistics are those of the model."""
+    options = {"skip_tokenizer_init": True, "max_model_len": 2048, "enable_prefix_caching": True}
+    with open_model("needle-8m") as model, engine(model, Variant.parse("unique"), None, **options) as (llm, _):
+        runner = decode.Runner(llm, sparse=True)
+        batch, shorter = parse_batches(["1x2K+2x1536:budget=256", "3x1K"])
+        drawn = decode.draw_text(model, 2048, 3)
+        prompts = decode.make_prompts(batch, *drawn, 32)
+        assert runner.fill(batch, prompts)["cache"] == "text, one prompt copied"
+        copied = runner.generate(batch, prompts, 32)
+        block = llm.llm_engine.vllm_config.cache_config.block_size
+        lengths = [len(each.tokens) for each in prompts]
+        assert all(each.num_cached_tokens >= length - block for each, length in zip(copied, lengths, strict=True))
+        # The cache has the beginnings of shorter prompts.
+        first, *others = decode.make_prompts(shorter, *drawn, 32)
+        assert decode.copy_prefixes(llm, first, others, [len(each.tokens) - decode.TAIL for each in others]) == 0
+        assert llm.reset_prefix_cache()
+        computed = runner.generate(batch, prompts, 32)
+    assert [found.num_cached_tokens for found in computed] == [0, 0, 0]
+    answers = [[tuple(found.outputs[0].token_ids) for found in each] for each in (copied, computed)]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 3

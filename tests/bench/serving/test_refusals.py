@@ -1,7 +1,6 @@
 """Command lines that are refused before an engine starts."""
 
 import pytest
-from support.bench.serving import decode_rows, write_results
 
 from bench.common.models import SHAPES, open_model
 from bench.common.options import ClientRow
@@ -27,14 +26,10 @@ SERVING = {
     ),
 }
 DECODE = SERVING | {
-    "no batch": (["--grid", "2K="], "grid: got '2K=', allowed: CONTEXT=BATCH,..."),
-    "no number": (["--grid", "many=1"], "grid: got 'many=1', allowed: "),
-    "batch of none": (["--grid", "2K=0"], "grid: got '2K=0', allowed: "),
-    "context twice": (["--grid", "2K=1", "--grid", "2048=2"], "grid: got '2048=2', allowed: "),
-    "context twice in one": (["--grid", "2K,2048=1"], "grid: got '2K,2048=1', allowed: "),
-    "context too long": (["--grid", "256K=1"], "grid: got a context of 262144 tokens, allowed: from "),
-    "context too short": (["--grid", "100=1"], "grid: got a context of 100 tokens, allowed: from "),
-    "batch too large": (["--grid", "2K=64"], "grid: got a batch of 64, allowed: at most max_num_seqs = 32"),
+    "no load": (["--load", "2K="], "load: got '2K=', allowed: COUNTxCONTEXT"),
+    "context too long": (["--load", "1x256K"], "load: got a context of 262144 tokens, allowed: from "),
+    "context too short": (["--load", "1x600"], "load: got a context of 600 tokens, allowed: from new_tokens + 128"),
+    "too many requests": (["--load", "64x2K", "--max-num-seqs", "32"], "load: got 64 requests, allowed: at most "),
 }
 SERVE = SERVING | {
     "unknown workload": (["--workload", "chat"], "workload: got 'chat', allowed: random, shared_prefix"),
@@ -90,20 +85,4 @@ def test_results_that_cannot_be_written_are_refused(refused, tmp_path, command):
     output = tmp_path / "missing" / "out"
     assert refused(serving_main, command, "--output", str(output)) == (
         f"output: got {str(output)!r} (No such file or directory), allowed: a file that can be written"
-    )
-
-
-def test_plot_refuses_what_is_no_result_or_no_picture(refused, tmp_path):
-    results = write_results(tmp_path / "decode.jsonl", decode_rows())
-    text = tmp_path / "text"
-    text.write_text("{}\n")
-    plot = ("plot", "--output", str(tmp_path / "out.png"))
-    assert refused(serving_main, *plot, str(text)).startswith(f"results: got {str(text)!r}, allowed: ")
-    assert refused(serving_main, *plot, str(tmp_path / "missing")).startswith("results: got ")
-    assert refused(serving_main, *plot, str(results), "--batch", "5") == (
-        "batch: got 0 of the measured batches [1, 6], allowed: 1 to 6 of them"
-    )
-    picture = str(tmp_path / "out.txt")
-    assert refused(serving_main, "plot", str(results), "--output", picture) == (
-        f"output: got {picture!r}, allowed: a name that ends in .png or .svg"
     )

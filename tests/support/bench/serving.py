@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bench.common.options import parse_grid
+from bench.serving.batches import parse_batches
 from bench.serving.decode import DecodeSettings
 
 RUN = {"date": "2026-11-21", "model": "llama-3.1-8b", "versions": {}, "hardware": {"gpu": "NVIDIA H200"}}
@@ -14,15 +14,15 @@ def settings(**changes) -> DecodeSettings:
         "model": "llama-3.1-8b",
         "variant": "flash_attn",
         "additional_config": None,
-        "grid": parse_grid(["32K=1,8"]),
+        "loads": parse_batches(["1x32K", "8x32K"]),
         "new_tokens": 4,
         "repeats": 3,
-        "max_num_seqs": 32,
-        "gpu_memory_utilization": 0.9,
-        "block_size": None,
+        "max_model_len": 131072,
+        "max_num_seqs": None,
         "max_num_batched_tokens": None,
-        "noise_cache": False,
-        "one_token": False,
+        "gpu_memory_utilization": None,
+        "block_size": None,
+        "compile": True,
         "output": "unused",
     }
     return DecodeSettings(**values | changes)
