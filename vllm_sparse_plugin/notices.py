@@ -7,12 +7,14 @@ A setting of the user without an effect is refused.
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, RKVCompaction, SnapKVCompaction, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
+from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, is_beside_a_model
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import InfLLMSelection, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -98,6 +100,16 @@ class Situation(NamedTuple):
     def has_heavy_hitters(self) -> bool:
         """Whether all queries of a prompt say which tokens are kept."""
         return isinstance(self.config.compaction, H2OCompaction)
+
+    @property
+    def settings_beside_the_model(self) -> list[str]:
+        """The settings in force that the model's config.json or a file beside a model sets, each with its value."""
+        values, found = self.config.config.model_dump(by_alias=True), []
+        for name, source in self.config.sources.items():
+            if source == TRAINED or (source.startswith(FILE) and is_beside_a_model(source.removeprefix(FILE))):
+                section, _, key = name.partition(".")
+                found.append(f"{name} {json.dumps(values[section][key] if key else values[section]):.80}")
+        return found
 
     @property
     def has_zero_outputs(self) -> bool:
@@ -195,11 +207,19 @@ def _about_zero_outputs(situation: Situation) -> str:
     )
 
 
+def _about_settings_beside_the_model(situation: Situation) -> str:
+    return (
+        f"{KEY}.trained: files beside the model set {', '.join(situation.settings_beside_the_model)}; "
+        f'"{SWITCH}": false ignores those of its config.json.'
+    )
+
+
 def _about_departure(situation: Situation) -> str:
     return f"{KEY}.selection.policy: {situation.config.selection.departure}"
 
 
 NOTICES: tuple[Notice, ...] = (
+    Notice(lambda situation: bool(situation.settings_beside_the_model), _about_settings_beside_the_model),
     Notice(lambda situation: situation.has_lambda_without_effect, _about_lambda_without_effect),
     Notice(lambda situation: situation.has_few_large_pages, _about_few_large_pages),
     Notice(lambda situation: situation.has_few_tokens, _about_few_tokens),

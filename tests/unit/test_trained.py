@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of, trained_section
 from vllm_sparse_plugin.config.account import ModelKeys
+from vllm_sparse_plugin.config.messages import describe_fields
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.notices import notices_of
 from vllm_sparse_plugin.policies import DensePolicy
 from vllm_sparse_plugin.tools.cli import diagnose, needle_test
 from vllm_sparse_plugin.tools.cli.app import app
@@ -47,11 +49,76 @@ def test_its_user_may_read_more_or_less():
     assert resolved.config.min_context_tokens == 0
 
 
-def test_it_never_puts_tokens_into_the_order_of_votes_under_page_statistics():
-    section = SECTION | {"stopping": {"dense_order": "votes"}}
-    assert not resolve({"compaction": {"method": "snapkv"}}, "unique", section).reads_by_votes
-    asked = {"stopping": {"dense_order": "votes"}, "compaction": {"method": "snapkv"}}
-    assert resolve(asked, "art", section).reads_by_votes
+ALLOWED = (
+    "selection.policy", "selection.page_size", "selection.statistics", "selection.lambda", "selection.budget_tokens",
+    "selection.sink_pages", "selection.recent_pages", "first_dense_layers", "min_context_tokens",
+)  # fmt: skip
+"""All that a model's config.json may set."""
+ALLOWED_BESIDE = (
+    *ALLOWED, "selection.anchor_layers", "selection.anchor_heads", "selection.fingerprint", "routing.score",
+    "routing.threshold", "routing.cubic", "routing.shortest", "routing.longest", "routing.dense_layers",
+    "routing.fingerprint", "routing.recommended", "routing.model", "routing.data", "routing.date",
+)  # fmt: skip
+"""All that a file beside a model may set."""
+KEYS = [name for name, *_ in describe_fields()] + ["preset", "config", "trained", "selection.unknown", "unknown"]
+KEYS += ["routing", "stopping", "compaction", "prefill", "offload", "lossless", "diagnostics"]
+
+
+def with_key(name: str) -> dict:
+    section, _, key = name.partition(".")
+    value = {key: None} if key else None
+    return {"selection": {"policy": "unique"}} | (
+        {section: {"policy": "unique"} | value} if section == "selection" else {section: value}
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYS) - set(ALLOWED)))
+def test_a_downloaded_config_sets_nothing_that_training_does_not_write(name):
+    with pytest.raises(ConfigurationError) as error:
+        resolve(None, "unique", with_key(name))
+    refused = name.partition(".")[0] if not name.startswith("selection.") else name
+    assert str(error.value) == (
+        f"sparse_attention: got {refused} in the model's config.json, allowed there: "
+        f'{", ".join(ALLOWED[:-1])} or {ALLOWED[-1]}; or "trained": false'
+    )
+    resolve({"trained": False}, "unique", with_key(name))
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYS) - set(ALLOWED_BESIDE) - {"routing"}))
+def test_a_file_beside_a_model_sets_nothing_that_no_command_writes(name, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "presets").mkdir()
+    for folder in (tmp_path, tmp_path / "presets"):
+        path = folder / "found.yaml"
+        path.write_text(json.dumps(with_key(name)))
+        with pytest.raises(ConfigurationError, match=r"a file beside a model, allowed there: selection\.p") as error:
+            resolve({"config": str(path)}, "unique")
+        assert str(error.value).startswith(f"sparse_attention: got {name.partition('.')[0]}")
+    link = tmp_path.parent / f"{tmp_path.name}.yaml"
+    link.symlink_to(path)
+    with pytest.raises(ConfigurationError, match="a file beside a model"):
+        resolve({"config": str(link)}, "unique")
+
+
+def test_a_file_beside_no_model_has_the_rights_of_its_user(tmp_path):
+    (tmp_path / "config.json").write_text('{"port": 8000}')
+    (tmp_path / "mine.yaml").write_text("lossless: {draft_tokens: 3}\n")
+    assert resolve({"config": str(tmp_path / "mine.yaml")}, "unique").lossless is not None
+
+
+def test_what_came_with_a_model_is_said_at_start(tmp_path):
+    told = (
+        'sparse_attention.trained: files beside the model set selection.policy "unique", selection.page_size 16, '
+        'selection.budget_tokens 256, selection.statistics "int8", selection.lambda 0.5, first_dense_layers 1, '
+        'min_context_tokens 300; "trained": false ignores those of its config.json.'
+    )
+    assert notices_of(resolve(None, "unique", SECTION), "auto")[0] == told
+    less = notices_of(resolve({"first_dense_layers": 0}, "unique", SECTION), "auto")[0]
+    assert "first_dense_layers" not in less
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "found.yaml").write_text("routing: {threshold: 0.5, dense_layers: 1}\n")
+    resolved = resolve({"config": str(tmp_path / "found.yaml")}, "sinkrouter")
+    assert "routing.threshold 0.5, routing.dense_layers 1" in " ".join(notices_of(resolved, "auto"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +166,7 @@ def test_the_section_is_found_in_a_folder_and_in_a_configuration(tmp_path):
     assert read_trained_section(tmp_path) == SECTION
     shown = CliRunner().invoke(app, ["show-config", "--model", str(tmp_path)], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    (row,) = (line for line in shown.output.splitlines() if "selection.page_size" in line)
+    (row,) = (line for line in shown.output.splitlines() if "│ selection.page_size" in line)
     assert "16" in row
     assert ORIGIN in row
 

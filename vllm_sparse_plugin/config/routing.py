@@ -25,6 +25,8 @@ FITTED = ("score", "threshold", "cubic", "shortest", "longest", "dense_layers")
 """Settings that `calibrate` fits or measures together."""
 VERDICT = ("fingerprint", "recommended")
 """What `calibrate` says about them."""
+ORIGIN = ("model", "data", "date")
+"""Where they are from."""
 TEXT = "a text"
 ACCEPTED = "uncalibrated or not_recommended"
 

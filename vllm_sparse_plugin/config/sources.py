@@ -25,7 +25,15 @@ from vllm_sparse_plugin.config.schema import (
     ResolvedConfig,
     SparseAttentionConfig,
 )
-from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
+from vllm_sparse_plugin.config.trained import (
+    FOUND_KEYS,
+    SWITCH,
+    TRAINED,
+    applies,
+    check_trained,
+    expect_keys,
+    is_beside_a_model,
+)
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 
 ADDITIONAL_CONFIG = "additional config"
@@ -77,7 +85,7 @@ def resolve(
 
     Raises:
         ConfigurationError: for an unknown key, a value out of range, a preset or file that cannot be read, or settings
-            that contradict the model's training.
+            that contradict the model's training, and for settings that files beside a model may not have.
     """
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigurationError(f"{KEY}: got {settings!r}, allowed: a JSON object")
@@ -91,7 +99,10 @@ def resolve(
         layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
     if file is not None:
         field = f"{KEY}.config"
-        layers.append((f"{FILE}{file}", files.parse(f"{field} {file!r}", files.read_text(field, file))))
+        values = files.parse(f"{field} {file!r}", files.read_text(field, file))
+        if is_beside_a_model(file):
+            expect_keys(values, FOUND_KEYS, f"{file!r}, a file beside a model", "or the file in another folder")
+        layers.append((f"{FILE}{file}", values))
     layers.append((ADDITIONAL_CONFIG, inline))
     resolved = _merged(layers)
     if trained is not None and follows and applies(trained, resolved.selection.name()):
