@@ -220,6 +220,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         known = not model.is_hybrid or model.hf_text_config.model_type in HYBRIDS
         expect(known, "model", f"{architecture} with state-space layers",
                f"models without, or of the types {choices(HYBRIDS)}")  # fmt: skip
+        # A hit within a block copies it. vLLM copies one view of the block's memory, which may be a state's, and then
+        # leaves out the keys, values and statistics behind it.
+        unit = cache.prefix_match_unit if model.is_hybrid else None
+        expect(unit is None, "prefix_match_unit", f"{unit} with state-space layers", "none")
         expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support.admission import (
     BOTH_WAYS,
     CUBIC,
@@ -15,6 +16,8 @@ from support.admission import (
     routed,
     settings,
 )
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_sparse_plugin import admission, notices
 from vllm_sparse_plugin.admission import admit
@@ -39,6 +42,24 @@ REFUSED_MODELS = {
 
 def test_a_hybrid_that_is_held_to_dense_attention_is_served(folder):
     assert engine_config(folder("JambaForCausalLM")).model_config.is_hybrid
+
+
+def test_a_hybrid_has_no_hits_within_a_block(folder):
+    for unit in (16, 64):
+        refused = refusal(folder("JambaForCausalLM"), prefix_match_unit=unit)
+        assert refused == f"prefix_match_unit: got {unit} with state-space layers, {UNIQUE}none"
+    assert engine_config(folder(), prefix_match_unit=64)
+
+
+def test_vllm_copies_one_view_of_the_memory_of_a_block():
+    """Once this fails, hybrids may have hits within a block."""
+    blocks, layers = 4, 2
+    memory = torch.arange(blocks * layers * 8, dtype=torch.int8)
+    state, attention = (memory.view(layers, blocks, 8)[0, :, :width] for width in (3, 8))
+    before = attention.clone()
+    copy_kv_cache_blocks_inplace([state, attention], blocks, [KVCacheBlockCopy(1, 2)])
+    assert torch.equal(attention[2, :3], before[1, :3])
+    assert torch.equal(attention[2, 3:], before[2, 3:])
 
 
 @pytest.mark.parametrize("architecture", REFUSED_MODELS)
