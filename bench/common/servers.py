@@ -40,15 +40,19 @@ def server_settings(
     additional_config: str | None,
     server_arguments: list[str] | None,
     start_seconds: float,
+    compiled: bool = False,
 ) -> ServerSettings:
-    """Settings of a variant's server; arguments are those of `serve`."""
+    """Settings of a variant's server; arguments are those of `serve`.
+
+    Unless `compiled`, a server has decode-only CUDA graphs and starts without the minute of torch.compile.
+    """
     arguments = ["--kv-cache-dtype", variant.kv_cache_dtype, "--worker-extension-cls", EXTENSION]
     if model.drawn_weights:
         arguments += ["--load-format", "dummy"]
     gpu = bool(describe_gpu())
     if server_arguments:
         arguments += server_arguments
-    elif gpu:
+    elif gpu and not compiled:
         arguments += _DECODE_GRAPHS
     return ServerSettings(
         model.folder,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.common.options import make_app
-from bench.serving.capacity import capacity
 from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
@@ -24,7 +23,6 @@ def _serving() -> None:
     unwind_on_termination()
 
 
-app.command()(capacity)
 app.command()(compaction)
 app.command(hidden=True)(compaction_variant)
 app.command()(decode)

@@ -26,7 +26,6 @@ from bench.common.engine import DECODE_GRAPHS, Variant, engine, parse_variants
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, size_text
 from bench.common.results import Row
-from bench.serving.capacity import VARIANTS
 from bench.serving.prefill import fresh_prompts
 from bench.serving.variants import (
     BackendSettings,
@@ -40,6 +39,7 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+VARIANTS = ("dense", "snapkv", "pyramidkv", "h2o", "streaming_llm")
 _FIRST = 4
 """Steps after a prompt that are compared with later steps. The engine decides which of them moves the tokens."""
 _LATER = 24

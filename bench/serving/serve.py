@@ -1,12 +1,11 @@
 """A server under load: `vllm serve` with each variant, driven by `vllm bench serve`.
 
-    python -m bench.serving serve --variant flash_attn --variant unique --output serve.jsonl
+    python -m bench.serving serve --variant flash_attn,unique --output serve.jsonl
+    python -m bench.serving serve --variant dense,snapkv,h2o --workload random --load 16K=32,16K=256 \
+        --output-tokens 2048 --cache-tokens 134000 --output capacity.jsonl
 
-    python -m bench.serving serve --variant flash_attn,unique_prefill --workload random --load 32K=32,128K=4 \
-        --output serve.jsonl
-
-Prefill is dense in `flash_attn` and `unique`. Differences are the time per output token, and the time to first token if
-other requests decode in the same step.
+Servers have vLLM's defaults; `--no-compile` saves the minute of torch.compile. With `--cache-tokens` all variants get a
+KV cache of equal memory, which shows how many requests fit.
 """
 
 from __future__ import annotations
@@ -16,22 +15,25 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from httpx import HTTPError
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
 from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, parse_variants
-from bench.common.metrics import metrics_text
+from bench.common.engine import Variant, WrongBackendError, force_routing, parse_variants
+from bench.common.metrics import metrics_text, read_metrics
 from bench.common.models import Model, open_model
 from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
+from bench.common.repeated import repeated
 from bench.common.results import ResultFile, Row, read_run
 from bench.common.servers import (
     LOG_LINES,
@@ -43,7 +45,6 @@ from bench.common.servers import (
     server_settings,
 )
 from bench.serving.variants import variant_columns
-from bench.serving.watch import watch
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
@@ -51,15 +52,18 @@ from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_ser
 RANDOM = "random"
 SHARED_PREFIX = "shared_prefix"
 WORKLOADS = (RANDOM, SHARED_PREFIX)
+VARIANTS = ("flash_attn", "unique", "unique_prefill", "snapkv", "sinkrouter", "art", "zipvl_paper")
+LOADS = ("32K=1", "32K=8")
 _METRICS = ("ttft", "tpot", "itl")
 _PERCENTILES = (90, 99)
 _SUFFIX_SHARE = 32
 """The unshared part of a `shared_prefix` request is 1 / this of its input."""
-LOADS = ("32K=1", "32K=8", "32K=32")
 _SHORTEST = 64
 """Tokens of the shortest prompt."""
 _ADDED_TOKENS = 16
 """Tokens that a tokenizer may add to a prompt of `vllm bench serve`. vLLM counts them."""
+_SAMPLE_SECONDS = 0.5
+"""Interval between samples of a server's metrics."""
 
 
 @dataclass(frozen=True)
@@ -94,29 +98,43 @@ class Load:
         return [*arguments, "--dataset-name", "prefix_repetition", *lengths, "--num-warmups", "1"]
 
 
-Apply = Callable[[Load, OpenAI, Model, float], Row]
-"""Applies a load to a client's server until a time of `time.monotonic`, and returns the measured columns. Raises
-ChildProcessError on failure."""
+def make_loads(
+    workloads: Sequence[str], clients: Sequence[ClientRow], output_tokens: int, waves: int, model: Model
+) -> list[Load]:
+    """Every workload with every number of clients, `waves` requests per client. Prompts leave room for an answer.
+
+    Raises:
+        ConfigurationError: if the model does not support a context.
+    """
+    limit = int(model.config["max_position_embeddings"])
+    for each in clients:
+        if not _SHORTEST <= each.context <= limit:
+            raise ConfigurationError(
+                f"load: got a context of {each.context} tokens, allowed: from {_SHORTEST} to the model's {limit}"
+            )
+    longest = limit - output_tokens - _ADDED_TOKENS
+    pairs = [(name, each) for name in workloads for each in clients]
+    return [
+        Load(name, min(each.context, longest), output_tokens, each.requests, max(4, waves * each.requests), seed)
+        for seed, (name, each) in enumerate(pairs, start=1)
+    ]
 
 
-def parse_result(result: dict[str, Any], load: Load) -> dict[str, Any]:
+def parse_result(result: dict[str, Any], load: Load) -> Row:
     """Columns of a row from the result file of `vllm bench serve` for a load; latencies in milliseconds.
 
     Raises:
         ValueError: if the result lacks a column, or an answer is missing or incomplete.
     """
-    columns: dict[str, Any] = {}
+    columns: Row = {}
     try:
         for metric in _METRICS:
             for kind in ("mean", "median", *(f"p{percentile}" for percentile in _PERCENTILES)):
                 columns[f"{metric}_ms_{kind}"] = round(float(result[f"{kind}_{metric}_ms"]), 3)
         columns |= {
             "completed": int(result["completed"]),
-            "failed": int(result["failed"]),
             "seconds": round(float(result["duration"]), 3),
-            "input_tokens_total": int(result["total_input_tokens"]),
             "output_tokens_total": int(result["total_output_tokens"]),
-            "requests_per_second": round(float(result["request_throughput"]), 4),
             "output_tokens_per_second": round(float(result["output_throughput"]), 2),
             "total_tokens_per_second": round(float(result["total_token_throughput"]), 2),
         }
@@ -132,11 +150,46 @@ def parse_result(result: dict[str, Any], load: Load) -> dict[str, Any]:
     return columns
 
 
+@contextmanager
+def watch(client: OpenAI) -> Iterator[list[dict[str, float]]]:
+    """Yield a list that gets samples of a server's metrics: at first, at last, and repeatedly in between."""
+    looks: list[dict[str, float]] = []
+
+    def look() -> bool:
+        try:
+            looks.append(read_metrics(metrics_text(client)))
+        except HTTPError:
+            return False  # the load reports the failure
+        return True
+
+    look()
+    with repeated(look, _SAMPLE_SECONDS):
+        yield looks
+    look()
+
+
+def watched_columns(looks: Sequence[dict[str, float]]) -> Row:
+    """The columns of samples of a server's metrics."""
+
+    def seen(name: str) -> list[float]:
+        return [metrics.get(f"vllm:{name}", 0.0) for metrics in looks]
+
+    running, preempted = seen("num_requests_running"), seen("num_preemptions_total")
+    # The cache, or the limit of running requests, is then the bottleneck.
+    limited = [number for number, waiting in zip(running, seen("num_requests_waiting"), strict=True) if waiting]
+    return {
+        "running_most": int(max(running, default=0)),
+        "running_mean_while_others_wait": round(sum(limited) / len(limited), 1) if limited else None,
+        "kv_cache_usage_most": round(max(seen("kv_cache_usage_perc"), default=0), 4),
+        "preemptions": int(preempted[-1] - preempted[0]) if preempted else 0,
+    }
+
+
 def serve(
     output: Output,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: flash_attn and unique."),
+        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: {', '.join(VARIANTS)}."),
     ] = None,
     model: ServedModel = "llama-3.1-8b",
     workload: Annotated[
@@ -149,138 +202,96 @@ def serve(
         ),
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
-    waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,
+    waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 2,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the KV cache without statistics. Default: all memory.")
+    ] = None,
+    skip_ratio: Annotated[
+        float, typer.Option(help="Share of the KV groups that `sinkrouter` skips, for any data.")
+    ] = 0.5,
     additional_config: AdditionalConfig = None,
     server_argument: ServerArgument = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Start servers without torch.compile, with decode graphs only.")
+    ] = False,
     start_seconds: StartSeconds = 300,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
     """Measure latency and throughput of a server for each variant; exit code 3 if a server fails."""
-    end = time.monotonic() + time_limit
-    variants = parse_variants(variant or ("flash_attn", "unique"))
+    end, console, failed = time.monotonic() + time_limit, open_console(), []
+    variants = parse_variants(variant or VARIANTS)
     workloads = parse_names("workload", workload or WORKLOADS, WORKLOADS)
-    clients = parse_loads(load or LOADS)
-    console = open_console()
-    failed = []
     with open_model(model) as opened:
-        fitting = [
-            ClientRow(context=fit(each.context, opened, output_tokens), requests=each.requests) for each in clients
-        ]
-        loads = make_loads(workloads, fitting, output_tokens, waves)
-        max_model_len = check_length(opened, max(each.input_tokens for each in loads), output_tokens)
-        settings = [
-            server_settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
-            for each in variants
-        ]
+        loads = make_loads(workloads, parse_loads(load or LOADS), output_tokens, waves, opened)
+        longest = max(each.input_tokens for each in loads) + output_tokens + _ADDED_TOKENS
+        settings = []
+        for each in variants:
+            # Drawn weights have no thresholds that calibration could recommend.
+            forced = force_routing(opened, additional_config, skip_ratio) if each.backend == "SINKROUTER" else None
+            config = forced or additional_config
+            server = server_settings(opened, each, longest, config, server_argument, start_seconds, not no_compile)
+            settings.append(_limit_cache(server, cache_tokens, opened, each))
         with ResultFile(output, describe_run(opened.folder, commit)) as file:
             for each, server in zip(variants, settings, strict=True):
-                if not measure_loads(each, server, opened, loads, end, console, file.write):
+                try:
+                    for row in measure_loads(each, server, opened, loads, end, console):
+                        file.write({**row, "cache_tokens": cache_tokens, "compiled": not no_compile})
+                except (ServerError, WrongBackendError, ChildProcessError) as error:
+                    print(f"error: {error}", file=sys.stderr)
                     failed.append(each.name)
     console.print(table(read_run(output).rows))
     if failed:
         raise typer.Exit(3)
 
 
-def check_length(model: Model, input_tokens: int, output_tokens: int) -> int:
-    """The longest context that a server needs for these prompts and answers.
-
-    Raises:
-        ConfigurationError: if the model does not support it.
-    """
-    longest = longest_prompt(model, output_tokens)
-    if input_tokens > longest:
-        raise ConfigurationError(
-            f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: at most {longest}"
-        )
-    return input_tokens + output_tokens + _ADDED_TOKENS
-
-
-def longest_prompt(model: Model, output_tokens: int) -> int:
-    """The tokens of the longest prompt that leaves room for an answer."""
-    return int(model.config["max_position_embeddings"]) - output_tokens - _ADDED_TOKENS
-
-
-def fit(context: int, model: Model, output_tokens: int) -> int:
-    """The number of prompt tokens for a context. The prompt leaves room for its answer at the model's limit.
-
-    Raises:
-        ConfigurationError: if the model does not support the context.
-    """
-    limit = int(model.config["max_position_embeddings"])
-    if not _SHORTEST <= context <= limit:
-        raise ConfigurationError(
-            f"load: got a context of {context} tokens, allowed: from {_SHORTEST} to the model's {limit}"
-        )
-    return min(context, longest_prompt(model, output_tokens))
-
-
-def make_loads(workloads: Sequence[str], clients: Sequence[ClientRow], output_tokens: int, waves: int) -> list[Load]:
-    """Every workload with every number of clients.
-
-    Args:
-        workloads: of `WORKLOADS`.
-        clients: numbers of clients, and the tokens of their prompts.
-        output_tokens: of an answer.
-        waves: requests per client.
-    """
-    pairs = [(name, each) for name in workloads for each in clients]
-    return [
-        Load(name, each.context, output_tokens, each.requests, max(4, waves * each.requests), seed)
-        for seed, (name, each) in enumerate(pairs, start=1)
-    ]
+def _limit_cache(server: ServerSettings, tokens: int | None, model: Model, variant: Variant) -> ServerSettings:
+    """Settings with a KV cache of this many tokens. All variants get equal memory, which includes statistics."""
+    if tokens is None:
+        return server
+    memory = tokens * model.kv_bytes_per_token(variant.kv_cache_dtype)
+    return replace(
+        server,
+        arguments=(*server.arguments, "--kv-cache-memory-bytes", str(memory)),
+        # On a CPU this variable would have precedence.
+        environment={**server.environment, "VLLM_CPU_KVCACHE_SPACE": None},
+    )
 
 
 def measure_loads(
-    variant: Variant,
-    settings: ServerSettings,
-    model: Model,
-    loads: list[Load],
-    end: float,
-    console: Console,
-    write: Callable[[Row], None],
-    apply: Apply | None = None,
-) -> bool:
-    """Start a server, apply every load, stop it. On failure, print the reason to standard error and return False.
+    variant: Variant, settings: ServerSettings, model: Model, loads: list[Load], end: float, console: Console
+) -> Iterator[Row]:
+    """Start a server, apply every load, stop it; yield a row for each load.
 
-    `apply` measures a load; None for `vllm bench serve`.
+    Raises:
+        ServerError: if the server does not start.
+        WrongBackendError: if vLLM chose another attention backend.
+        ChildProcessError: if a load fails.
     """
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
-    try:
-        with run_server(variant.name.replace(":", "-"), settings, console) as client:
-            backend = prepare_server(client, variant, model)
-            rng = random.Random(0)
-            prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
-            client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
-            for load in loads:
-                with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
-                    columns = (apply or _apply)(load, client, model, end)
-                write(
-                    {
-                        **variant_columns(variant, backend, settings.additional_config, model),
-                        "workload": load.workload,
-                        "input_tokens": load.input_tokens,
-                        "prefix_tokens": load.prefix_tokens,
-                        "output_tokens": load.output_tokens,
-                        "concurrency": load.concurrency,
-                        "requests": load.requests,
-                        **columns,
-                    }
-                )
-    except (ServerError, WrongBackendError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
-    return True
-
-
-def _apply(load: Load, client: OpenAI, model: Model, end: float) -> Row:
-    """Run `vllm bench serve` and return its measurements; raise ChildProcessError if it fails."""
-    with watch(lambda: metrics_text(client)) as watched:
-        columns = _run_bench(load, str(client.base_url).removesuffix("/v1/"), model, end)
-    return columns | watched.columns()
+    with run_server(variant.name.replace(":", "-"), settings, console) as client:
+        about = variant_columns(variant, prepare_server(client, variant, model), settings.additional_config, model)
+        prompt = random.Random(0).choices(range(3, model.vocabulary), k=loads[0].input_tokens)
+        client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
+        for load in loads:
+            with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
+                with watch(client) as looks:
+                    columns = _run_bench(load, str(client.base_url).removesuffix("/v1/"), model, end)
+                columns |= watched_columns(looks)
+            yield {
+                **about,
+                "workload": load.workload,
+                "input_tokens": load.input_tokens,
+                "prefix_tokens": load.prefix_tokens,
+                "output_tokens": load.output_tokens,
+                "concurrency": load.concurrency,
+                "requests": load.requests,
+                **columns,
+            }
 
 
 def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
+    """Run `vllm bench serve` and return its measurements; raise ChildProcessError if it fails."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         log, result = Path(folder) / "log", Path(folder) / "result.json"
         arguments = ["bench", "serve", "--base-url", url, "--model", model.folder.name]
@@ -300,13 +311,13 @@ def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
             ) from None
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[Row]) -> Table:
     """Return one line for each load and variant."""
     lines = Table("workload", "concurrency", "variant", title="Serving: milliseconds and tokens per second")
     for heading in ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "output tokens/s", "at once"):
         lines.add_column(heading, justify="right")
     keys = ("ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99", "itl_ms_p99", "output_tokens_per_second")
     for row in sorted(rows, key=lambda row: (row["workload"], row["concurrency"])):
-        cells = (f"{row[key]:.2f}" if key in row else "-" for key in keys)
+        cells = (f"{row[key]:.2f}" for key in keys)
         lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells, str(row["running_most"]))
     return lines

@@ -2,10 +2,8 @@
 
 import pytest
 
-from bench.common.models import SHAPES, open_model
-from bench.common.options import ClientRow
+from bench.common.models import SHAPES
 from bench.serving.__main__ import main as serving_main
-from bench.serving.serve import fit, make_loads
 
 
 def test_prefill_refuses_a_backend_that_there_is_not(refused, tmp_path):
@@ -65,22 +63,7 @@ def test_serve_refuses(refused, tmp_path, case):
     assert refused(serving_main, "serve", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
 
 
-def test_a_prompt_of_the_whole_context_leaves_room_for_its_answer():
-    with open_model("llama-3.1-8b") as model:
-        assert [fit(context, model, 128) for context in (32768, 131072)] == [32768, 131072 - 128 - 16]
-    loads = make_loads(["random"], [ClientRow(context=32768, requests=1)], 128, 2)
-    assert [(each.input_tokens, each.concurrency, each.requests) for each in loads] == [(32768, 1, 4)]
-
-
-def test_capacity_refuses_a_cache_that_is_none(refused, tmp_path):
-    output = ("capacity", "--output", str(tmp_path / "out"))
-    found = refused(serving_main, *output, "--cache-tokens", "some")
-    assert found == "cache_tokens: got 'some', allowed: a positive integer or max"
-    assert refused(serving_main, *output, "--again") == "again: got true without a window, allowed: --window SECONDS"
-    assert refused(serving_main, *output, "--input-tokens", "131072").startswith("input_tokens: got 131072, allowed ")
-
-
-@pytest.mark.parametrize("command", ["decode", "serve", "capacity"])
+@pytest.mark.parametrize("command", ["decode", "serve"])
 def test_results_that_cannot_be_written_are_refused(refused, tmp_path, command):
     output = tmp_path / "missing" / "out"
     assert refused(serving_main, command, "--output", str(output)) == (
