@@ -61,7 +61,6 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "fuzz": states.fuzz,
     "soak": states.soak,
     "storm": states.storm,
-    "meter": serving.meter,
     "decode-gpu": serving.decode_gpu,
     "decode-h100": serving.decode_h100,
     "decode-steps": serving.decode_steps,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_rows, read_run
-from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
@@ -20,10 +19,6 @@ _KEPT = RESULTS / "h100" / "lossless" / "smollm2.jsonl"
 """Right drafts of a real model."""
 _ANCHORS = [H200 / "decode-anchors" / f"{name}.jsonl" for name in ("main", "every3_heads")]
 """Decode steps of FlashAttention 3, and of a selection that a third of the layers make."""
-METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
-"""Decode steps without measurements, and with one measured step per interval."""
-METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
-"""The same on a CPU, with every step measured."""
 _DECODES = (
     ("bf16", "quarters", "flash_attn", "unique"),
     ("bf16", "int8", "flash_attn", "unique_int8"),
@@ -58,22 +53,6 @@ def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
             before, now = dense[context, batch]["ms_per_token"], line["ms_per_token"]
             rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"])
     return rows
-
-
-def meter() -> Block:
-    """The time per token that measuring one token of one step in 1,024 adds, on a CPU and on a GPU."""
-    every_step, lines = read_steps(METER_CPU[1]), []
-    for (context, batch), line in read_steps(METER_CPU[0]).items():
-        before = line["ms_per_token"]
-        share = (every_step[context, batch]["ms_per_token"] / before - 1) / SAMPLED_STEPS
-        lines.append(["CPU, needle-8m", f"{context:,}", str(batch), f"{before:.2f}", f"{share:+.2%}"])
-    without, sampled = map(read_steps, METER)
-    server = f"H200, {read_run(METER[0]).about['model']}"
-    for (context, batch), line in without.items():
-        before, measured = line["ms_per_token"], sampled[context, batch]["ms_per_token"]
-        lines.append([server, f"{context:,}", str(batch), f"{before:.2f}", f"{measured / before - 1:+.2%}"])
-    headings = ["server", "context", "requests", "ms per token", f"one step in {SAMPLED_STEPS:,} adds"]
-    return Block(table(headings, lines), [*METER_CPU, *METER])
 
 
 def decode_gpu() -> Block:

@@ -334,23 +334,6 @@ def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_pat
     ]
 
 
-def test_the_meter_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
-    row = {"context_tokens": 32768, "batch": 8}
-    paths = [
-        write_run(tmp_path / f"{name}.jsonl", row | {"ms_per_token": ms})
-        for name, ms in (("never", 5.0), ("sampled", 5.02), ("every", 55.0))
-    ]
-    monkeypatch.setattr(serving, "METER", paths[:2])
-    monkeypatch.setattr(serving, "METER_CPU", [paths[0], paths[2]])
-    block = serving.meter()
-    assert set(block.sources) == set(paths)
-    # On a CPU every step is measured. The table shows 1/1,024 of the added time.
-    assert block.text.splitlines()[2:] == [
-        "| CPU, needle-8m | 32,768 | 8 | 5.00 | +0.98% |",
-        "| H200, llama-3.1-8b | 32,768 | 8 | 5.00 | +0.40% |",
-    ]
-
-
 def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
     end = {
         "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],

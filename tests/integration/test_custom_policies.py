@@ -25,7 +25,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending" / "policy.md"
 SETTINGS = {
     "selection": {"statistics": "int8", "budget_tokens": 64, "page_size": 8},
     "min_context_tokens": 0,
-    "diagnostics": {"sample_every": 0},
 }
 LENGTHS = (30, 64, 71, 72, 73, 300, 517, 999)
 

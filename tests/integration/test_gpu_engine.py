@@ -237,28 +237,6 @@ def test_dense_requests_answer_as_a_server_whose_budget_holds_the_context(questi
         assert ask(llm, questions, {"sparse": "dense"}) == expected
 
 
-@pytest.mark.parametrize("graphs", [{}, {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}], ids=str)
-def test_measured_steps_leave_full_graphs_and_keep_the_answers(
-    questions: list[Question], graphs: dict[str, Any]
-) -> None:
-    """A replayed graph calls no layer, so a measured step ran outside a graph."""
-    found = {}
-    for every in (0, 4):
-        settings = {"sparse_attention": {"diagnostics": {"sample_every": every}}}
-        with engine(additional_config=settings, **graphs) as llm:
-            found[every] = ask(llm, questions)
-            totals = count_totals()
-    assert found[0] == found[4]
-    names = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")
-    (count,) = {totals[f"vllm_sparse_{name}"][1] for name in names}
-    # About four of the eight layers, with two KV heads each, of every fourth step.
-    assert count > 0
-    assert count % 8 == 0
-    means = {name: totals[f"vllm_sparse_{name}"][0] / count for name in names}
-    assert all(0.2 < mean <= 1 for mean in means.values()), means
-    assert abs(means["attention_mass"] - means["estimated_mass"]) < 0.1
-
-
 @pytest.mark.parametrize("max_num_batched_tokens", [1024, 16_384])
 def test_sparse_prefill_that_reads_every_block_keeps_the_answers(
     questions: list[Question], answers: list[tuple[int, ...]], max_num_batched_tokens: int

@@ -66,7 +66,6 @@ from sparse_kernels.page_score import leveled_triton as leveled, triton as score
 from sparse_kernels.page_score.cuda import launch_scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
-from sparse_kernels.row_attention import triton as rows_of
 from sparse_kernels.rolling_attention import RollingWindow, Rotation, triton as rolling
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
@@ -106,14 +105,6 @@ for kind in KINDS.values():
     table, lengths = torch.zeros(3, 400).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
     launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 3200).bfloat16())
-
-rows_of._attend_piece = Compile(rows_of._attend_piece)
-for head_size, group, page in of_architecture((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
-    cache = KVCache.from_rows(torch.zeros(4, 2, 64, 2 * head_size).bfloat16(), page)
-    query = torch.zeros(1, 2, group, head_size).bfloat16()
-    token = QueryTokens(query, torch.zeros(1, 4).long(), torch.zeros(1).long())
-    read = torch.zeros(1, 2, 4 * 64 // page, dtype=torch.bool)
-    rows_of.attend_row(token, cache, read, Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)))
 
 several._attend_piece, several._add_pieces = Compile(several._attend_piece), Compile(several._add_pieces)
 shapes = (64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64), (256, 8, torch.bfloat16, 64)

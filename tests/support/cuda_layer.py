@@ -99,7 +99,7 @@ def start_builder(monkeypatch, plans: dict[str, LayerPlan], compaction: object =
         lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
     )  # fmt: skip
     monkeypatch.setattr(builder_module, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(builder_module, "Meter", mock.Mock())
+    monkeypatch.setattr(builder_module, "StepLog", mock.Mock())
     monkeypatch.setattr(builder_module, "plan_compaction", lambda *_: compaction)
     monkeypatch.setattr(builder_module, "plan_layers", lambda *_: group)
     for name, calls in warmed.items():

@@ -1,4 +1,4 @@
-"""The dashboard's panels and variables, the alerts, and the series that their PromQL expressions read."""
+"""The dashboard's panels and variables, and the series that their PromQL expressions read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import promql_parser as promql
-import yaml
 
 FILE = Path(__file__).parents[2] / "docker" / "grafana" / "dashboards" / "vllm-sparse.json"
-ALERTS = Path(__file__).parents[2] / "docker" / "prometheus" / "alerts.yml"
 _VARIABLES = {"$__rate_interval": "5m", "$instance": ".*"}
 
 
@@ -56,13 +54,6 @@ def variable_series() -> list[Series]:
         name, label = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"]).groups()
         found.append(Series(name, frozenset([label])))
     return found
-
-
-@cache
-def read_alerts() -> list[dict[str, Any]]:
-    """The alert rules."""
-    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
-    return [rule for group in groups for rule in group["rules"]]
 
 
 def _replace_variables(expression: str) -> str:

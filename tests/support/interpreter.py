@@ -31,7 +31,6 @@ def interpret_kernels() -> None:
         import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton
         import sparse_kernels.rolling_attention.triton
-        import sparse_kernels.row_attention.triton
         import sparse_kernels.token_prefill.triton  # noqa: F401
         from triton.runtime import interpreter
     finally:

@@ -146,12 +146,9 @@ def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
 def test_a_coverage_needs_a_cache_of_16_bits(folder, monkeypatch):
     field = "sparse_attention.selection.coverage: got 0.9"
     plain = engine_config(folder(head_dim=64), additional_config=settings(coverage=0.9))
-    both = {"sparse_attention": {**settings(coverage=0.9)["sparse_attention"], "diagnostics": {"sample_every": 100}}}
-    sampled = engine_config(folder(head_dim=64), additional_config=both)
-    admit(sampled, BACKENDS)
+    admit(plain, BACKENDS)
     on_cuda(monkeypatch)
     admit(plain, BACKENDS)
-    admit(sampled, BACKENDS)
     plain.cache_config.cache_dtype = "fp8"
     with pytest.raises(ConfigurationError) as caught:
         admit(plain, BACKENDS)

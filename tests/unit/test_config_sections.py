@@ -254,14 +254,6 @@ POINTLESS = {
         "unique", {"diagnostics": {"log_requests": True}, "lossless": {}},
         "diagnostics.log_requests: got true with lossless mode, where no request has a line, allowed: false",
     ),
-    "samples of what reads everything": (
-        "snapkv", {"diagnostics": {"sample_every": 8}},
-        "diagnostics.sample_every: got 8 with policy dense, where nothing is measured, allowed: 0 or null",
-    ),
-    "samples in lossless mode": (
-        "lossless", {"preset": "lossless", "diagnostics": {"sample_every": 8}},
-        "diagnostics.sample_every: got 8 with lossless mode, where nothing is measured, allowed: 0 or null",
-    ),
     "votes for pages that a policy chooses": (
         "unique", {"stopping": {"dense_order": "votes"}, "compaction": {"method": "snapkv"}},
         "stopping.dense_order: got votes with policy unique, allowed: newest",

@@ -89,7 +89,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
     for name, settings in (
         CONTENTS
         | {
-            "quarters again": {"selection": {"budget_tokens": 1024}, "diagnostics": {"sample_every": 7}},
+            "quarters again": {"selection": {"budget_tokens": 1024}, "diagnostics": {"log_requests": True}},
             "skipped groups again": {"routing": {"threshold": 0.5, "accept": "uncalibrated", "data": "another text"}},
         }
     ).items():

@@ -5,11 +5,10 @@ import tomllib
 from itertools import combinations
 from pathlib import Path
 
-import promql_parser as promql
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from support.dashboard import ALERTS, Series, queries, read_alerts, read_dashboard, series_of
+from support.dashboard import Series, queries, read_dashboard, series_of
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -85,33 +84,6 @@ def test_prometheus_scrapes_the_server_of_either_profile(compose):
         dockerfile = (DOCKER / Path(server["build"]["dockerfile"]).name).read_text()
         assert f"EXPOSE {port}\n" in dockerfile
         assert f"http://127.0.0.1:{port}/health" in dockerfile
-
-
-def test_prometheus_loads_the_alerts(compose):
-    prometheus = read_yaml("prometheus/prometheus.yml")
-    mounts = dict(mount.split(":")[:2] for mount in compose["services"]["prometheus"]["volumes"] if mount[0] == ".")
-    assert mounts == {"./prometheus": "/etc/prometheus"}
-    # Prometheus expects them next to its configuration.
-    assert prometheus["rule_files"] == [ALERTS.name]
-    assert ALERTS.parent == DOCKER / "prometheus"
-
-
-@pytest.mark.parametrize("rule", read_alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_compares_metrics_of_ours_and_says_what_to_do(rule):
-    documented = (ROOT / "docs" / "deployment.md").read_text()
-    comparison = promql.parse(rule["expr"])
-    assert (str(comparison.op), type(comparison.rhs).__name__) == ("<", "NumberLiteral")
-    series = series_of(rule["expr"])
-    assert [one.name.removesuffix(part) for one, part in zip(series, ("_sum", "_count"), strict=True)] == [
-        series[0].name.removesuffix("_sum")
-    ] * 2
-    for one in series:
-        assert f"`{one.name.removesuffix('_sum').removesuffix('_count')}`" in documented
-    labels = {name for text in rule["annotations"].values() for name in re.findall(r"\$labels\.(\w+)", text)}
-    assert labels <= frozenset.intersection(*(one.labels for one in series))
-    assert set(rule["annotations"]) == {"summary", "description"}
-    assert rule["labels"]["severity"] in ("warning", "critical")
-    assert f"`{rule['alert']}`" in documented
 
 
 def test_grafana_finds_prometheus_and_the_dashboards(compose):

@@ -8,56 +8,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
-from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
-from sparse_kernels.cache import KVCache
-from sparse_kernels.page_coverage import api as page_coverage
-from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
-from sparse_kernels.row_attention import api as row_attention
 
 from vllm_sparse_plugin.config.account import LayerKeys
 from vllm_sparse_plugin.metrics import live
-from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
 from vllm_sparse_plugin.policies import POLICIES, QuestSelection, Selection, StreamingLLMSelection, UniqueSelection
 from vllm_sparse_plugin.tools.cli import main
 from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
+from vllm_sparse_plugin.tools.diagnostics.quality import Quality, measure
 
 PAGE = 4
 HEADS, GROUP, SIZE = 2, 3, 8
 
 
-def capped_logit(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: float) -> float:
-    logit = float(query.double() @ key.double()) * scale
-    return softcap * math.tanh(logit / softcap) if softcap else logit
-
-
-def by_hand(query, keys, values, context, pages, scale, sinks, softcap, halves, always) -> dict[str, list[float]]:
-    """Computes one query token, head and token after the other, in Python's floats.
-
-    The estimate treats all keys of a page as the best matching half's mean, except for pages that are always read.
-    """
+def by_hand(query, keys, values, context, pages, scale) -> dict[str, list[float]]:
+    """Computes one query token, head and token after the other, in Python's floats."""
     result = {name: [] for name in Quality._fields}
     complete = context // PAGE
     for head in range(HEADS):
         read = {int(page) for page in pages[head] if page >= 0}
-        shares, cosines, estimates = [[0.0] * (complete + 1) for _ in range(GROUP)], [], []
-
-        known = {*range(always.sink_pages), *range(complete - always.recent_pages, complete), complete}
+        shares, cosines = [[0.0] * (complete + 1) for _ in range(GROUP)], []
         for g in range(GROUP):
-            logits = [capped_logit(query[head, g], keys[head, n], scale, softcap) for n in range(context)]
-            total = sum(math.exp(x) for n, x in enumerate(logits) if n // PAGE in known)
-            masses = {}
-            for page in set(range(complete)) - known:
-                best = max(capped_logit(query[head, g], half, scale, softcap) for half in halves[head, page])
-                masses[page] = PAGE * math.exp(best)
-            total += sum(masses.values())
-            estimates.append(1 - sum(mass for p, mass in masses.items() if p not in read) / total)
-            weights = [math.exp(x) for x in logits]
+            products = [float(query[head, g].double() @ keys[head, n].double()) for n in range(context)]
+            weights = [math.exp(scale * product) for product in products]
             for n, weight in enumerate(weights):
                 shares[g][n // PAGE] += weight / sum(weights)
-            sink = 0.0 if sinks is None else math.exp(float(sinks[head * GROUP + g]))
             outputs = []
             for seen in (range(context), [n for n in range(context) if n // PAGE in read or n // PAGE == complete]):
-                total = sum(weights[n] for n in seen) + sink
+                total = sum(weights[n] for n in seen)
                 outputs.append(sum(weights[n] / total * values[head, n].double() for n in seen))
             cosines.append(float(torch.nn.functional.cosine_similarity(*outputs, dim=0)))
         share = [sum(of_head[p] for of_head in shares) / GROUP for p in range(complete + 1)]
@@ -66,25 +43,18 @@ def by_hand(query, keys, values, context, pages, scale, sinks, softcap, halves, 
         result["oracle_mass"].append(sum(share[p] for p in best) + share[complete])
         result["recall"].append(len(read & set(best)) / len(read))
         result["cosine"].append(sum(cosines) / GROUP)
-        result["estimated_mass"].append(sum(estimates) / GROUP)
     return result
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["plain", "softcap"])
-@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, HEADS * GROUP)], ids=["plain", "sinks"])
-def test_quality_is_what_a_loop_finds(sinks, softcap):
+def test_quality_is_what_a_loop_finds():
     torch.manual_seed(1)
     contexts = [37, 38, 40]
     query = torch.randn(3, HEADS, GROUP, SIZE).bfloat16()
     keys, values = torch.randn(HEADS, 40, SIZE).bfloat16(), torch.randn(HEADS, 40, SIZE).bfloat16()
     pages = torch.tensor([[[0, 3, 8], [0, 8, -1]], [[0, 3, 8], [0, 7, 8]], [[0, 4, 9], [0, 9, -1]]])
-    halves, always = keys.float().unflatten(1, (10, 2, 2)).mean(dim=3), PageSelection(3, 1, 1)
-    # In pieces, as a server has them.
-    pieces = Context(keys.split(16, dim=1), values.split(12, dim=1), halves.split(4, dim=1))
-    softmax = Softmax(0.5, softcap, sinks)
-    quality = measure(query, pieces, torch.tensor(contexts), pages, PAGE, softmax, always)
+    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, 0.5)
     for token, context in enumerate(contexts):
-        expected = by_hand(query[token], keys, values, context, pages[token], 0.5, sinks, softcap, halves, always)
+        expected = by_hand(query[token], keys, values, context, pages[token], 0.5)
         for name, found in quality._asdict().items():
             torch.testing.assert_close(found[token], torch.tensor(expected[name]), atol=1e-5, rtol=1e-5, msg=name)
 
@@ -92,10 +62,8 @@ def test_quality_is_what_a_loop_finds(sinks, softcap):
 def test_reading_everything_is_perfect():
     query = torch.randn(1, HEADS, GROUP, SIZE)
     keys, values = torch.randn(2, HEADS, 19, SIZE)
-    pages = torch.arange(4).expand(1, HEADS, 4)
-    quality = measure(query, Context([keys], [values]), torch.tensor([19]), pages, PAGE, Softmax(0.3))
-    assert quality.estimated_mass is None
-    for part in quality[:-1]:
+    quality = measure(query, keys, values, torch.tensor([19]), torch.arange(4).expand(1, HEADS, 4), PAGE, 0.3)
+    for part in quality:
         torch.testing.assert_close(part, torch.ones(1, HEADS))
 
 
@@ -104,7 +72,7 @@ def test_reading_the_best_pages_is_the_oracle():
     keys, values = torch.randn(2, HEADS, 32, SIZE)
     weights = torch.einsum("qhgd,hnd->qhgn", query, keys).softmax(dim=-1)
     best = weights.unflatten(-1, (8, PAGE)).sum(dim=-1).mean(dim=2).topk(3, dim=-1).indices
-    quality = measure(query, Context([keys], [values]), torch.tensor([32]), best, PAGE, Softmax(1.0))
+    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, 1.0)
     assert quality.recall.eq(1).all()
     torch.testing.assert_close(quality.mass, quality.oracle_mass)
     assert quality.mass.lt(1).all()
@@ -128,81 +96,30 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str, str], float]:
     return found
 
 
-class Meter:
-    """Measures tokens of layer 7, whose first KV head is head 2 of all workers, and publishes the results."""
-
-    def __init__(self) -> None:
-        self.counts = live.DeviceCounts([(7, range(2, 2 + HEADS))], live.QUALITY, 5, torch.device("cpu"))
-
-    def record(self, seed: int, overflow: bool = False) -> Quality:
-        generator = torch.Generator().manual_seed(seed)
-        block_rows = torch.randn(5, HEADS, 16, 2 * SIZE, generator=generator).bfloat16()
-        table, context = torch.tensor([3, 1, 4]), 45
-        # The last block has room for three more tokens, which are unwritten.
-        block_rows[4, :, 13:] = torch.nan
-        layout = StatisticsLayout(8, SIZE, "int4", 2, KINDS["quarters"])
-        rows = torch.zeros(5, HEADS, layout.rows(16), 2 * SIZE).bfloat16()
-        cache = KVCache.from_rows(block_rows, 8, layout.views(rows, 16))
-        page = torch.arange(5)
-        update_page_statistics(cache.keys, cache.statistics, table[page // 2], page % 2)
-        query = torch.randn(1, HEADS, GROUP, SIZE, generator=generator)
-        if overflow:
-            query[0, 1] = torch.inf
-        lens, selection, softmax = torch.tensor([context]), PageSelection(3, 1, 1), Softmax(0.4)
-        pages = torch.tensor([[[0, 3, 4], [0, 1, 4]]])
-        token = QueryTokens(query, table[None], lens)
-        live.LayerQuality(self.counts.of_layers[0], 0, 1).record(token, context + 2, cache, pages, softmax, selection)
-        for _ in range(2 * live.COUNTED_STEPS):
-            self.counts.step()
-        tokens = block_rows[table].transpose(0, 1).flatten(1, 2)[:, :context]
-        keys, values = tokens.split(SIZE, dim=-1)
-        summaries = [cache.statistics.summaries(table)[0]]
-        return measure(query, Context([keys], [values], summaries), lens, pages, 8, softmax, selection)
+def count_reads() -> None:
+    """Counts and publishes the reads of layer 7, whose first KV head is head 2 of all workers."""
+    counts = live.DeviceCounts([(7, range(2, 4))], live.READS, 4, torch.device("cpu"))
+    counts.of_layers[0].add_(torch.tensor([[4, 20, 1300, 9000], [1, 7, 400, 3000]]))
+    for _ in range(2 * live.COUNTED_STEPS):
+        counts.step()
 
 
-MEASURED = {
-    "mass": "attention_mass",
-    "recall": "page_recall",
-    "cosine": "output_cosine",
-    "estimated_mass": "estimated_mass",
-}
-
-
-def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
+def test_counts_reach_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
     live.expose()
     live.expose()  # every process of an engine calls this
-    meter = Meter()
-    first, second = meter.record(seed=0), meter.record(seed=1)
+    count_reads()
     found = samples(registry)
-    for field, name in MEASURED.items():
-        for head in range(HEADS):
-            expected = sum(float(getattr(quality, field)[0, head]) for quality in (first, second))
-            where = "7", str(2 + head)
-            assert found[f"vllm_sparse_{name}_sum", *where] == pytest.approx(expected, abs=1e-6)
-            assert found[f"vllm_sparse_{name}_count", *where] == 2
-    assert len(found) == 4 * 2 * HEADS
-    assert b"# TYPE vllm_sparse_page_recall summary" in generate_latest(registry)
-    # A head with overflowing numbers is not counted.
-    meter.record(seed=2, overflow=True)
-    found = samples(registry)
-    assert found["vllm_sparse_page_recall_count", "7", "2"] == 3
-    assert found["vllm_sparse_page_recall_count", "7", "3"] == 2
+    assert found["vllm_sparse_blocks_read_sum", "7", "2"] == 20
+    assert found["vllm_sparse_blocks_read_count", "7", "3"] == 1
+    assert len(found) == 2 * 2 * 2
+    assert b"# TYPE vllm_sparse_blocks_read summary" in generate_latest(registry)
     # A worker that starts later adds to the same numbers.
     with monkeypatch.context() as worker:
         worker.setattr(os, "getpid", lambda: 99_999_999)
         live._file.cache_clear()
-        Meter().record(seed=0)
+        count_reads()
     live._file.cache_clear()
-    assert samples(registry)["vllm_sparse_page_recall_count", "7", "2"] == 4
-
-
-def test_a_context_is_measured_piece_by_piece(monkeypatch):
-    whole, pieces = Meter(), Meter()
-    quality = whole.record(seed=3)
-    monkeypatch.setattr(row_attention, "_PIECE_TOKENS", 16)
-    monkeypatch.setattr(page_coverage, "_PIECE_PAGES", 2)
-    assert pieces.record(seed=3).mass.equal(quality.mass)
-    torch.testing.assert_close(pieces.counts.of_layers[0], whole.counts.of_layers[0], rtol=0, atol=1 << 10)
+    assert samples(registry)["vllm_sparse_blocks_read_sum", "7", "2"] == 40
 
 
 def test_a_server_that_a_program_with_an_engine_starts_has_a_folder_of_its_own(registry, monkeypatch, tmp_path):
@@ -214,17 +131,17 @@ def test_a_server_that_a_program_with_an_engine_starts_has_a_folder_of_its_own(r
     live.expose()
     assert os.environ[live._OUR_FOLDER] != str(tmp_path)
     live._file.cache_clear()
-    Meter().record(seed=0)
-    assert samples(registry)["vllm_sparse_attention_mass_count", "7", "2"] == 1
+    count_reads()
+    assert samples(registry)["vllm_sparse_blocks_read_sum", "7", "2"] == 20
 
 
 def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, monkeypatch, tmp_path):
     monkeypatch.setenv(live._VLLM_FOLDER, str(tmp_path))
     live.expose()
-    Meter().record(seed=0)
+    count_reads()
     assert samples(registry) == {}
     live.MultiProcessCollector(registry, path=str(tmp_path))
-    assert samples(registry)["vllm_sparse_attention_mass_count", "7", "2"] == 1
+    assert samples(registry)["vllm_sparse_blocks_read_sum", "7", "2"] == 20
 
 
 def test_how_far_attention_reads_reaches_the_metrics(registry):
@@ -314,8 +231,7 @@ def test_a_larger_budget_gets_more_and_one_of_everything_all(policy, inputs):
         assert (quality.mass <= quality.oracle_mass + 1e-6).all()
         assert quality.recall.mean() < 1
     for part in found[3]:
-        if part is not None:
-            torch.testing.assert_close(part, torch.ones_like(part))
+        torch.testing.assert_close(part, torch.ones_like(part))
 
 
 def test_the_pages_judged_are_those_of_the_policys_score(inputs):
@@ -327,10 +243,8 @@ def test_the_pages_judged_are_those_of_the_policys_score(inputs):
     products = torch.maximum(query * pages.amax(dim=2)[None, :, None], query * pages.amin(dim=2)[None, :, None])
     scores = products.sum(dim=-1).amax(dim=2).bfloat16()
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :8]
-    expected = measure(
-        inputs.query, Context([inputs.keys], [inputs.values]), inputs.context_lens, best, 8, Softmax(0.125)
-    )
-    for found, wanted in zip(quality[:-1], expected[:-1], strict=True):
+    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, 0.125)
+    for found, wanted in zip(quality, expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 

@@ -11,13 +11,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.mmap_dict import MmapedDict
-from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
-from sparse_kernels.cache import KVCache
-from sparse_kernels.paging import PagedTensor
 from support.logs import said
 from vllm.ray.ray_env import get_env_vars_to_copy
 
-from vllm_sparse_plugin.metrics import live, sampling
+from vllm_sparse_plugin.metrics import dropping, live
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +23,9 @@ def warnings(monkeypatch) -> list[str]:
     for name in (live._VLLM_FOLDER, live._OUR_FOLDER, live._COPIED_TO_RAY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(sampling, "_reported", set())
+    monkeypatch.setattr(dropping, "_reported", set())
     monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
-    return said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.dropping", "warning")
 
 
 def count_for_a_while() -> None:
@@ -103,21 +100,6 @@ def test_the_folder_is_known_to_workers_of_ray(others, monkeypatch):
     names = os.environ[live._COPIED_TO_RAY]
     live.expose()
     assert os.environ[live._COPIED_TO_RAY] == names
-
-
-def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypatch):
-    def too_large(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(live, "measure_cached", too_large)
-    rows = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
-    token = QueryTokens(torch.zeros(1, 1, 1, 8), torch.arange(4)[None], torch.tensor([40]))
-    quality, page = live.LayerQuality(torch.zeros(1, 5, dtype=torch.int64), 0, 1), torch.zeros(1, 1, 1)
-    with sampling.dropping(sampling.UNMEASURED):
-        quality.record(token, 40, KVCache(rows, rows), page, Softmax(1.0), PageSelection(1))
-    assert quality.counts.eq(0).all()
-    (line,) = warnings
-    assert line.endswith("a token cannot be measured (OutOfMemoryError: CUDA out of memory)")
 
 
 def add_keys(folder: Path, keys: int) -> None:

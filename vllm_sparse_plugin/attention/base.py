@@ -37,7 +37,7 @@ from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
-from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.metrics import request_log
 from vllm_sparse_plugin.offload.memory import note_free_memory
 from vllm_sparse_plugin.offload.pool import allocate_cache
 from vllm_sparse_plugin.requests import rows
@@ -95,7 +95,7 @@ class SparseBackend:
         """
         compat.hook_cache_allocation(allocate_cache)
         compat.hook_model_runners(
-            _building, specify, rows.note, begin_step, request_log.finish, rows.preempt, _release_layers
+            _building, specify, rows.note, calls_layers, request_log.finish, rows.preempt, _release_layers
         )
 
     @classmethod
@@ -122,11 +122,10 @@ def specify(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     return spread(specs)
 
 
-def begin_step(runner: Any, lengths: sampling.Lengths | None, in_prompt: Callable[[], bool]) -> bool:
-    """Announces the next step of a model runner; see `compat.hook_model_runners`. Returns whether it must call layers:
-    it is measured, or computes a token of a prompt, whose query may vote."""
-    is_measured = sampling.begin_step(runner, lengths)
-    return is_measured or (keeps_queries(runner) and in_prompt())
+def calls_layers(runner: Any, in_prompt: Callable[[], bool]) -> bool:
+    """Returns whether the next step of a model runner must call layers, because it computes a token of a prompt, whose
+    query may vote; see `compat.hook_model_runners`."""
+    return keeps_queries(runner) and in_prompt()
 
 
 class ModelSize(NamedTuple):

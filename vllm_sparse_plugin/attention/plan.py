@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.admission import attends_whole_context, drafts_with_attention
 from vllm_sparse_plugin.attention.anchors import anchors_of, expect_selecting, heads_of_anchors
-from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, Retention
@@ -29,21 +27,16 @@ from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.live import (
     BLOCK_READS,
-    QUALITY,
     READS,
     SKIPPED,
     TOKEN_READS,
     ContextReads,
     DeviceCounts,
-    LayerQuality,
     host_reads,
 )
 from vllm_sparse_plugin.policies import EveryPage, Selection, reads_selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
-
-_LAYERS_MEASURED = 4
-"""About this many layers of a worker measure a sampled step. More layers would delay the step at long contexts."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,6 @@ class LayerPlan:
     """The routing that skips KV groups; None for none."""
     counters: torch.Tensor | None = None
     """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; None without stopping and coverage."""
-    quality: LayerQuality | None = None
-    """Measures sampled tokens; None for never."""
     prefill: PrefillPlan | None = None
     """Sparse prefill; None for dense prefill."""
     offloads: bool = False
@@ -197,7 +188,6 @@ def plan_layers(
         metrics = host_reads(sparse.selector.page_size * token_bytes)
         from_host = DeviceCounts(numbered_heads(layers, vllm_config), metrics, 2, device)
     pages_read = dict(zip(layers, from_host.of_layers, strict=True)) if from_host else {}
-    quality, measured = _quality_of(selecting, sparse, vllm_config, statistics, device)
     drafting = of_draft if sparse.draft_is_sparse else set()
     if not all(attends_whole_context(layers[name]) for name in drafting):
         # vLLM builds one batch for all layers of a draft, so all of them must be sparse.
@@ -222,7 +212,6 @@ def plan_layers(
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),
-            quality=quality.get(name),
             prefill=prefill.get(name),
             offloads=sparse.offload is not None,
             host_reads=pages_read.get(name),
@@ -233,7 +222,7 @@ def plan_layers(
     by_length = _context_reads(sparse, retention, block_size) if selecting or compacts else None
     if reads is not None and by_length is not None:
         reads.positions_per_key = by_length.positions_per_key
-    counts = [counts for counts in (skipped, reads, densities, measured, from_host) if counts is not None]
+    counts = [counts for counts in (skipped, reads, densities, from_host) if counts is not None]
     return LayerGroup(
         plans=plans,
         counts=counts,
@@ -344,29 +333,6 @@ def _counts_of_reads(
     # A coverage has no test intervals.
     metrics = READS if sparse.stop_rule is not None else READS[1:]
     return DeviceCounts(numbered_heads(selecting, vllm_config), metrics, 4, device)
-
-
-def _quality_of(
-    selecting: Mapping[str, Attention],
-    sparse: ResolvedConfig,
-    vllm_config: VllmConfig,
-    statistics: StatisticsLayout | None,
-    device: torch.device,
-) -> tuple[dict[str, LayerQuality], DeviceCounts | None]:
-    """Returns the measurement of each layer by name, and the counts of its results."""
-    if not selecting or not sampled_steps(sparse):
-        return {}, None
-    # A step measures about `_LAYERS_MEASURED` of all layers.
-    everywhere = sorted(map(extract_layer_index, _selecting_everywhere(selecting, sparse, vllm_config)))
-    stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)
-    numbered = numbered_heads(selecting, vllm_config)
-    estimates = statistics is not None and statistics.kind.codes is not None
-    counts = DeviceCounts(numbered, QUALITY if estimates else QUALITY[:-1], 5, device)
-    of_layer = {
-        name: LayerQuality(counted, everywhere.index(index), stride)
-        for name, (index, _), counted in zip(selecting, numbered, counts.of_layers, strict=True)
-    }
-    return of_layer, counts
 
 
 def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_size: int) -> ContextReads | None:

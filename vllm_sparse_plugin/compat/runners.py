@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from vllm_sparse_plugin.metrics.sampling import Lengths
 
-    BeginStep = Callable[[Any, Lengths | None, Callable[[], bool]], bool]
-    """See `hook_model_runners`."""
-
+CallsLayers = Callable[[Any, Callable[[], bool]], bool]
+"""See `hook_model_runners`."""
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners. The CPU's runner derives from the first."""
 _steps: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -34,7 +32,7 @@ def hook_model_runners(
     building: Callable[[Any], AbstractContextManager[None]],
     spread: Callable[[Any], Any],
     added: Callable[[Any, Any], None],
-    begin_step: BeginStep,
+    calls_layers: CallsLayers,
     finished: Callable[[Any, Iterable[str]], None],
     preempted: Callable[[Any, Iterable[str], Iterable[str]], None],
     ending: Callable[[Any], None],
@@ -48,9 +46,9 @@ def hook_model_runners(
     backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
     for plugins. To models with state-space layers it does not name the requests of a step, and it calls a single token
     of a prompt decoding. The rows of a dummy run have the numbers of requests that wait. A full CUDA graph calls no
-    layer, so a measured step, and one whose queries vote, must run like a step with prompts: with piecewise graphs or
-    without graphs. Data-parallel engines agree on this as for such steps. A model may outlive its engine, and vLLM
-    frees only the caches it knows.
+    layer, so a step whose queries vote must run like a step with prompts: with piecewise graphs or without graphs.
+    Data-parallel engines agree on this as for such steps. A model may outlive its engine, and vLLM frees only the
+    caches it knows.
     Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
     a backend can request a step without its full graph and learns of the end of an engine.
 
@@ -58,8 +56,7 @@ def hook_model_runners(
         building: takes a runner; returns a context in which the runner builds its metadata builders.
         spread: takes and returns the cache specifications by layer name.
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
-        begin_step: takes a runner, a function that returns query and context tokens of each request of the next step
-            (None for a step without requests), and one that returns whether the step computes tokens of a prompt;
+        calls_layers: takes a runner, and a function that returns whether its next step computes tokens of a prompt;
             returns whether the step must call layers.
         finished: takes a runner and the names of requests that have ended.
         preempted: takes a runner, the names of requests that were preempted, and those of the requests in the next
@@ -82,9 +79,9 @@ def hook_model_runners(
         if hasattr(runner, "_dummy_run"):
             setattr(runner, "_dummy_run", _noting_dummies(runner._dummy_run))  # noqa: B010
         if hasattr(runner, "gather_batch_req_state"):
-            runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
+            runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, calls_layers)
         elif hasattr(runner, "_determine_batch_execution_and_padding"):
-            determine = _mixing_determined(runner._determine_batch_execution_and_padding, begin_step)
+            determine = _mixing_determined(runner._determine_batch_execution_and_padding, calls_layers)
             setattr(runner, "_determine_batch_execution_and_padding", determine)  # noqa: B010
         setattr(runner, HOOKED, True)
 
@@ -452,7 +449,7 @@ def _ending(shutdown: Callable[[Any], None], ending: Callable[[Any], None]) -> C
     return shut_down
 
 
-def _mixing_gathered(gather: Callable[..., Any], begin_step: BeginStep) -> Callable[..., Any]:
+def _mixing_gathered(gather: Callable[..., Any], calls_layers: CallsLayers) -> Callable[..., Any]:
     """For the second runner. A batch counts as mixed if its requests have no common number of tokens; for drafters, if
     it is not eligible for decode graphs."""
 
@@ -460,40 +457,29 @@ def _mixing_gathered(gather: Callable[..., Any], begin_step: BeginStep) -> Calla
     def gather_batch_req_state(runner: Any, scheduler_output: Any, dummy_run: bool) -> Any:
         state, tokens_of_each = gather(runner, scheduler_output, dummy_run)
 
-        def lengths() -> Iterable[tuple[int, int]]:
-            known, queries = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
-            for name, computed in zip(known.req_ids, known.num_computed_tokens, strict=True):
-                if name in queries:
-                    yield queries[name], computed + queries[name]
-
         def in_prompt() -> bool:
             return not dummy_run and bool(state.is_prefilling_np.any())
 
-        if begin_step(runner, None if dummy_run else lengths, in_prompt):
+        if calls_layers(runner, in_prompt):
             return state._replace(decode_graph_eligible=False), None
         return state, tokens_of_each
 
     return gather_batch_req_state
 
 
-def _mixing_determined(determine: Callable[..., Any], begin_step: BeginStep) -> Callable[..., Any]:
+def _mixing_determined(determine: Callable[..., Any], calls_layers: CallsLayers) -> Callable[..., Any]:
     """For the first runner. As in dummy runs, an argument says whether a batch is mixed."""
 
     @functools.wraps(determine)
     def determine_batch(runner: Any, *args: Any, **kwargs: Any) -> Any:
         is_dummy = kwargs.get("force_uniform_decode") is not None
 
-        def lengths() -> Iterable[tuple[int, int]]:
-            queries = kwargs["num_scheduled_tokens_np"].tolist()
-            computed = runner.input_batch.num_computed_tokens_cpu[: len(queries)].tolist()
-            return [(query, before + query) for query, before in zip(queries, computed, strict=True)]
-
         def in_prompt() -> bool:
             batch, count = runner.input_batch, len(kwargs["num_scheduled_tokens_np"])
             computed, prompts = batch.num_computed_tokens_cpu[:count], batch.num_prompt_tokens[:count]
             return not is_dummy and bool((computed < prompts).any())
 
-        if begin_step(runner, None if is_dummy else lengths, in_prompt):
+        if calls_layers(runner, in_prompt):
             kwargs["force_uniform_decode"] = False
         return determine(runner, *args, **kwargs)
 

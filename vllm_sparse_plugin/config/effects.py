@@ -118,10 +118,6 @@ def check_effects(resolved: ResolvedConfig) -> None:
     unlogged = _against_logs(resolved)
     expect(unlogged is None or not diagnostics.log_requests, f"{KEY}.diagnostics.log_requests",
            f"true with {unlogged}, where no request has a line", "false")  # fmt: skip
-    unmeasured = f"policy {policy}" if resolved.selector is None else "lossless mode"
-    measures = resolved.selector is not None and resolved.lossless is None
-    expect(measures or not diagnostics.sample_every, f"{KEY}.diagnostics.sample_every",
-           f"{diagnostics.sample_every} with {unmeasured}, where nothing is measured", "0 or null")  # fmt: skip
     expect(config.stopping is None or policy == DensePolicy.name(), f"{KEY}.stopping.dense_sink_pages",
            f"a value with policy {policy}", "none, or selection.sink_pages")  # fmt: skip
     by_votes = config.stopping is not None and config.stopping.dense_order == "votes"

@@ -38,18 +38,9 @@ AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # 
 AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method")]  # type: ignore[valid-type]
 
 
-SAMPLED_STEPS = 1024
-"""Default interval of measured steps on a CPU."""
-SAMPLED_STEPS_ON_GPU = 4096
-"""Default interval of measured steps on a GPU, where a measured step cannot use its full CUDA graph."""
-
-
 class Diagnostics(Section):
-    """Measurements of the selections of a running server."""
+    """The log of a running server."""
 
-    sample_every: Annotated[int | None, Field(ge=0, le=1 << 30)] = None
-    """Measure one in this many sparse decode steps; 0: none. Null: 1,024 on a CPU, 4,096 on a GPU (0 with
-    `stopping`)."""
     log_requests: bool = False
     """Log one line for each finished request: the share of its context that decode steps read."""
 

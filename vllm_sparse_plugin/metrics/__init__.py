@@ -1,1 +1,1 @@
-"""Measures the quality of page selections, on prompts and on sampled decode steps of a server."""
+"""Counts what a running server reads, and logs what its requests read."""

@@ -1,4 +1,4 @@
-"""Measures the selections of a running server, and publishes measurements and counts at `/metrics`.
+"""Counts what a running server reads, keeps, skips and drafts, and publishes the counts at `/metrics`.
 
 Workers and the server of `/metrics` are different processes. Workers add to files in the format of prometheus_client's
 multi-process mode. The process that the user starts creates their folder first, and reads the files on each request. If
@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -30,13 +29,10 @@ from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
-from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.block_prefill import SHARE_UNITS
-from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.config.account import LayerKeys, Lengths
-from vllm_sparse_plugin.metrics.quality import measure_cached
-from vllm_sparse_plugin.metrics.sampling import Sample, dropping
+from vllm_sparse_plugin.metrics.dropping import dropping
 
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
@@ -60,20 +56,6 @@ class Ratio(NamedTuple):
     """The unit of the sum is 1 / `units`."""
 
 
-_UNITS = 1 << 30
-QUALITY = (
-    Ratio(
-        "vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps.",
-        0, 4, _UNITS,
-    ),
-    Ratio("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read.", 1, 4, _UNITS),
-    Ratio("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention.", 2, 4, _UNITS),
-    Ratio(
-        "vllm_sparse_estimated_mass", "The share of the attention weight as the page statistics estimate it.",
-        3, 4, _UNITS,
-    ),
-)  # fmt: skip
-"""Summaries of `LayerQuality.counts`. Without an estimate, the last one is omitted."""
 HOST_READS = Ratio(
     "vllm_sparse_host_reads", "Pages that decode steps read from host memory (sum) of those read (count).", 1, 0
 )
@@ -209,66 +191,6 @@ def _file(folder: str, process: int) -> ReservedFile:
     """Returns the file of a process. A forked worker inherits the file of its parent, which goes on writing it."""
     # The file name begins with the type of its metrics.
     return ReservedFile(Path(folder) / f"summary_vllm-sparse-{process}.db")
-
-
-class LayerQuality:
-    """Measures sampled tokens of one attention layer, without waiting for the device."""
-
-    def __init__(self, counts: torch.Tensor, place: int, stride: int) -> None:
-        """Takes the counts to add to, and the steps in which the layer is measured.
-
-        Args:
-            counts: `[num_kv_heads, 5]` int64: mass, recall, cosine and estimated mass in units, and the number of
-                measured tokens.
-            place: index of the layer among the measured layers.
-            stride: a step measures every `stride`-th layer.
-        """
-        self.counts = counts
-        self.place = place
-        self.stride = stride
-
-    def measures(self, sample: Sample) -> bool:
-        """Returns whether a sample measures this layer."""
-        return (sample.layers - self.place) % self.stride == 0
-
-    def record(
-        self,
-        token: QueryTokens,
-        longest: int,
-        cache: KVCache,
-        pages: torch.Tensor,
-        softmax: Softmax,
-        selection: PageSelection,
-        masses: torch.Tensor | None = None,
-        left_out: torch.Tensor | None = None,
-    ) -> None:
-        """Compares one token's selection with dense attention and adds the result to the counts.
-
-        Args:
-            token: the query token.
-            longest: upper bound on its context, known to the host.
-            cache: what it attends to.
-            pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
-            softmax: how logits become weights.
-            selection: the pages that are always read.
-            masses: see `RequestLog.masses`; None without a log.
-            left_out: bool that broadcasts to `[1, num_kv_heads]`, heads without a selection, which are not counted;
-                None if all heads count.
-        """
-        if cache.key_scale is not None:
-            token = replace(token, query=token.query.float() * cache.key_scale)
-        quality = measure_cached(token, longest, cache, pages, softmax, selection)
-        estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
-        parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
-        # Non-finite results of a model must not spoil earlier measurements.
-        counts = parts.isfinite().all(dim=1)
-        if left_out is not None:
-            counts = counts & ~left_out[0]
-        self.counts += torch.cat(
-            [torch.where(counts[:, None], parts * _UNITS, 0).long(), counts[:, None].long()], dim=1
-        )
-        if masses is not None and quality.estimated_mass is not None:
-            masses += torch.stack([torch.where(counts, estimated[0], 0).sum(), counts.sum()])
 
 
 class DeviceCounts:

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 _logger = logging.getLogger(f"vllm.{__name__}")
@@ -18,8 +17,7 @@ class _Request:
     """Sums over the decoding tokens of a request and over the groups of layers with the same cache layout."""
 
     def __init__(self) -> None:
-        self.steps = self.tokens_read = self.tokens_in_context = 0
-        self.mass: torch.Tensor | None = None
+        self.tokens_read = self.tokens_in_context = 0
 
 
 class RequestLog:
@@ -42,26 +40,13 @@ class RequestLog:
                 request.tokens_read += tokens_read
                 request.tokens_in_context += tokens
 
-    def masses(self, name: str, device: torch.device) -> torch.Tensor:
-        """Returns the tensor that sums a request's estimated masses: `[2]` float32, sum and number."""
-        request = self._requests.setdefault(name, _Request())
-        if request.mass is None:
-            request.mass = torch.zeros(2, device=device)
-        return request.mass
-
     def finish(self, names: Iterable[str]) -> None:
-        """Logs requests that have ended, and removes them. It waits for the device if some were measured."""
+        """Logs requests that have ended, and removes them."""
         for name in names:
             request = self._requests.pop(name, None)
-            if request is None or not request.tokens_in_context:
-                continue
-            share = request.tokens_read / request.tokens_in_context
-            sentence = f"request {name}: its decoding tokens read {share:.2%} of their contexts"
-            if request.mass is not None:
-                total, count = request.mass.tolist()
-                if count:
-                    sentence += f", estimated to carry {total / count:.2%} of the attention weight"
-            _logger.info("%s", sentence)
+            if request is not None and request.tokens_in_context:
+                share = request.tokens_read / request.tokens_in_context
+                _logger.info("request %s: its decoding tokens read %.2f%% of their contexts", name, 100 * share)
 
 
 _logs: WeakKeyDictionary[Any, RequestLog] = WeakKeyDictionary()

@@ -16,9 +16,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
-from vllm_sparse_plugin.attention.metering import Meter
+from vllm_sparse_plugin.attention.step_log import StepLog
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.metrics.sampling import StepSampler
 from vllm_sparse_plugin.requests.limits import StepNumbers
 
 
@@ -42,8 +41,8 @@ def builder(monkeypatch):
     made.any_sparse_layer = True
     made.answers_sparsely, made.verifies_at_once = True, False
     made.rolls = False
-    made.meter = object.__new__(Meter)
-    made.meter.sampler, made.meter._log = StepSampler(0), None
+    made.log = object.__new__(StepLog)
+    made.log._log = None
     made.counts = []
     made.compaction = None
     made.reads = None

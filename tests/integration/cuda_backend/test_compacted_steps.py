@@ -16,7 +16,7 @@ from support.snapkv import kept_tokens
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, start_up
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import Retention, resolve
-from vllm_sparse_plugin.metrics import sampling
+from vllm_sparse_plugin.metrics import dropping
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
@@ -141,8 +141,8 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
 
 
 def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypatch):
-    monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
+    monkeypatch.setattr(dropping, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.dropping", "warning")
     compaction = compaction_of(runner_of({}), layer, slides=False)
 
     def fail(*arguments: object) -> None:

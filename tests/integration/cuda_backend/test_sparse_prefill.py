@@ -18,7 +18,7 @@ from vllm_sparse_plugin.attention.cuda import flash, start_up
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.metrics import sampling
+from vllm_sparse_plugin.metrics import dropping
 from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
@@ -220,8 +220,8 @@ def test_a_builder_warms_prompts_up_in_one_layer_of_each_shape_with_sparse_prefi
 
 
 def test_a_warm_up_of_prompts_that_fails_is_said_and_leaves_neither_cache_nor_counts(layer, builder, monkeypatch):
-    monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
+    monkeypatch.setattr(dropping, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.dropping", "warning")
     counters = prefills_sparsely(layer, builder, "unique")
     layer.num_queries_per_kv = GROUP
 

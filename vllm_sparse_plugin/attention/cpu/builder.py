@@ -25,11 +25,10 @@ from vllm_sparse_plugin.attention.cpu.metadata import (
     prompts_of,
     subset,
 )
-from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptRound, plan_rounds, reads_less
+from vllm_sparse_plugin.attention.step_log import StepLog
 from vllm_sparse_plugin.metrics.live import ContextReads
-from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage
 from vllm_sparse_plugin.requests import rows
@@ -65,8 +64,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.chosen: DecodeTokens | None = None
         """The newest step of a draft that chose pages."""
         self.requested = RequestedPages(self.sparse, served, on_gpu=False)
-        assert self.reorder_batch_threshold is not None
-        self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
+        self.log = StepLog(self.sparse, vllm_config)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(
             layers, self.sparse, vllm_config, self.block_size, statistics, device, retention_of(kv_cache_spec)
@@ -145,9 +143,6 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             limits_of_tokens = None if limits is None else limits[request]
             block_table = common.block_table_tensor[request].long()
             metadata.decode = DecodeTokens(tokens, block_table, context_lens, limits_of_tokens)
-            if self.meter.sample is not None:
-                with dropping(UNMEASURED):
-                    self._sample(self.meter.sample, metadata.decode, common, request)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(subset(common, prefilling, query_lens, tokens)))
@@ -177,29 +172,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if limits is not None:
             covers = limits.share > 0
             budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
-        log = self.meter.log_of(common, covers.numpy())
+        log = self.log.of(common, covers.numpy())
         left_out = None if self.compaction is None else self.compaction.left_out
         reads.step(common, self.reorder_batch_threshold, budgets, log, left_out, covers.numpy())
-
-    def _sample(
-        self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor
-    ) -> None:
-        """Sets the token that is measured: one that does not read its whole context, if there is one.
-
-        Args:
-            sample: the measurement of this step.
-            decode: the tokens that attend sparsely.
-            common: the step.
-            request: `[num_tokens]` int64, the request of each token.
-        """
-        assert self.sparse.selector is not None
-        least = self.sparse.selector.pages_read.least if decode.limits is None else decode.limits.least
-        # With routing, contexts within the budget are in `decode` too.
-        candidates = (decode.context_lens // self.page_size > least).nonzero().squeeze(1).tolist()
-        if candidates:
-            token = candidates[sample.token % len(candidates)]
-            decode.masses = self.meter.masses_of(common, int(request[token]))
-            decode.sampled = sample._replace(token=token)
 
     def _rest(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, dense_lens: torch.Tensor

@@ -25,7 +25,6 @@ from vllm_sparse_plugin.attention.base import SparseImpl
 from vllm_sparse_plugin.attention.cpu.metadata import DecodeTokens, SparseCPUMetadata
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.attention.stopping import select_until_stable
-from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
 from vllm_sparse_plugin.policies.dense import every_page
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.requests.limits import stack_limits
@@ -173,9 +172,6 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if self.plan.anchor is not None or decode.chosen_before is not None:
             given = decode.pages_of(self.plan.anchor or name, self.plan.page_size)
             given = given if self.plan.anchor_heads is None else given[:, self.plan.anchor_heads]
-        if decode.sampled is not None:
-            with dropping(UNMEASURED):
-                self._measure(tokens, decode, skipped, given)
         if routing is None or skipped is None:
             pages = self._choose(tokens, self.cache, self.all_heads, decode.limits) if given is None else given
             if self.plan.is_anchor or decode.keeps_pages:
@@ -227,28 +223,3 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
                 pages = pages.where(pages < num_pages[:, None, None], -1)
             return pages, None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
-
-    def _measure(
-        self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None, given: torch.Tensor | None
-    ) -> None:
-        """Measures the selection of the sampled token if this layer is sampled; leaves out skipped KV groups.
-
-        Args:
-            tokens: the query tokens.
-            decode: the tokens that attend sparsely.
-            skipped: `[num_tokens, num_kv_heads]` bool; None without routing.
-            given: pages of the anchor layer; None if this layer chooses.
-        """
-        plan, sample = self.plan, decode.sampled
-        if plan.quality is None or plan.selector is None or sample is None or not plan.quality.measures(sample):
-            return
-        one = slice(sample.token, sample.token + 1)
-        token = tokens[one]
-        if given is None:
-            pages, _ = self._pages(token, self.cache, None if decode.limits is None else decode.limits[one])
-        else:
-            pages = given[one]
-        plan.quality.record(
-            token, int(token.context_lens), self.cache, pages, self.softmax, plan.selector.page_selection(),
-            decode.masses, None if skipped is None else skipped[one],
-        )  # fmt: skip

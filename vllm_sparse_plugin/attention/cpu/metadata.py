@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_sparse_plugin.attention.prefill import PromptRound
 from vllm_sparse_plugin.compaction.step import Observed
-from vllm_sparse_plugin.metrics.sampling import Sample
 
 
 @dataclass
@@ -31,10 +30,6 @@ class DecodeTokens:
     """`[num_tokens]` int64, tokens of each context, the query token included."""
     limits: Limits | None
     """How many pages each token reads; None if all read the budget of the settings."""
-    sampled: Sample | None = None
-    """The sampled token by index, and the layers that measure it; None for none."""
-    masses: torch.Tensor | None = None
-    """Sums of the estimated masses of its request; None if they are not logged."""
     chosen: dict[str, torch.Tensor] = field(default_factory=dict)
     """The pages that layers chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before the layers
     that read its pages."""

@@ -33,7 +33,6 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.attention.cuda.metadata import (
     DecodeRequests,
     KeptPages,
-    SampledToken,
     SparseCUDAMetadata,
     first_requests,
     without_first,
@@ -41,17 +40,15 @@ from vllm_sparse_plugin.attention.cuda.metadata import (
 from vllm_sparse_plugin.attention.cuda.start_up import (
     warm_up_compaction,
     warm_up_evictions,
-    warm_up_meter,
     warm_up_prompts,
 )
 from vllm_sparse_plugin.attention.cuda.whole import LayerHeads, WholeList
-from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less, round_bounds
+from vllm_sparse_plugin.attention.step_log import StepLog
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.config import DraftRule
 from vllm_sparse_plugin.engine_settings import resolved
-from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies, stored_dtype
 from vllm_sparse_plugin.policies.base import PagesRead
@@ -90,8 +87,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         assert self.reorder_batch_threshold is not None
-        self.meter = Meter(sparse, vllm_config, self.reorder_batch_threshold)
-        self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
+        self.log = StepLog(sparse, vllm_config)
+        dense_tokens = sparse.config.min_context_tokens - 1
         # Lossless mode has no sparse prefill, so its verifying steps attend densely everywhere.
         self.answers_sparsely = sparse.lossless is None
         # Over an 8-bit cache FlashAttention rounds weights to 8 bits. Verified tokens must equal those of a step of one
@@ -126,10 +123,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
         ]
         longest_query, runner = self.reorder_batch_threshold, rows.loading_runner()
-        self.whole = WholeList(heads, longest_query, self.dense_tokens, device, runner) if heads else None
-        metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
-        for layer in metered.values():
-            warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
+        self.whole = WholeList(heads, longest_query, dense_tokens, device, runner) if heads else None
         prefilling = [layer for name, layer in layers.items() if group.plans[name].prefill is not None]
         for layer in {(layer.num_heads, layer.num_kv_heads, layer.head_size): layer for layer in prefilling}.values():
             warm_up_prompts(layer, kv_cache_spec, vllm_config.model_config, device)
@@ -206,7 +200,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.reads is not None and selects:
             self.reads.step(
                 common, self.reorder_batch_threshold, self.limits.by_request(requested, common.num_reqs),
-                self.meter.log_of(common), None if self.compaction is None else self.compaction.left_out,
+                self.log.of(common), None if self.compaction is None else self.compaction.left_out,
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
@@ -232,9 +226,6 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         if num_decodes:
             whole_requests = self._write_dense_requests(common, num_decodes, requested)
-            if self.meter.sample is not None:
-                with dropping(UNMEASURED):
-                    metadata.sampled = self._sampled(self.meter.sample, common, runs, requested, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.limits.budgets
             if self.whole is not None:
                 bound = common.seq_lens_cpu_upper_bound
@@ -388,39 +379,6 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             dense[request] |= pages is not None and pages.least >= EVERY_PAGE
         self.dense_requests.write(dense.tolist() if dense.any() else [])
         return dense
-
-    def _sampled(
-        self,
-        sample: Sample,
-        common: CommonAttentionMetadata,
-        runs: Sequence[DecodeRun],
-        asked: Sequence[PagesRead | None],
-        whole_requests: NDArray[np.bool_],
-    ) -> SampledToken | None:
-        """Returns the token to measure, which does not read its whole context; None if there is none."""
-        bound = common.seq_lens_cpu_upper_bound
-        if self.selector is None or bound is None:
-            return None
-        tokens: list[tuple[int, SampledToken]] = []
-        for run in runs:
-            per_request = run.num_tokens // run.num_requests
-            for place in range(run.num_requests):
-                request = run.first_request + place
-                if request >= len(bound) or whole_requests[request]:
-                    continue
-                of_request = asked[request] if request < len(asked) else None
-                reads = self.selector.pages_read if of_request is None else of_request
-                for position in range(per_request):
-                    index = run.first_token + place * per_request + position
-                    longest = int(bound[request]) - (per_request - 1 - position)
-                    num_pages = longest // self.selector.page_size
-                    if longest > self.dense_tokens and num_pages > reads.least:
-                        most = min(reads.most, num_pages)
-                        tokens.append((request, SampledToken(index, longest, most, sample)))
-        if not tokens:
-            return None
-        request, sampled = tokens[sample.token % len(tokens)]
-        return sampled._replace(masses=self.meter.masses_of(common, request))
 
 
 def _filled(lengths: list[int], num_reqs: int) -> list[int]:

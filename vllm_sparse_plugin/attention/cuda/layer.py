@@ -27,13 +27,11 @@ from vllm_sparse_plugin.attention.base import (
 )
 from vllm_sparse_plugin.attention.cuda.choose import choose_pages
 from vllm_sparse_plugin.attention.cuda.flash import attend_listed, varlen_attention
-from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages, DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
 from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
-from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
 from vllm_sparse_plugin.offload.staging import StagedPrompts, Staging
 
 
@@ -185,10 +183,6 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 metadata.chosen[layer.layer_name, part] = ChosenPages(pages, batch.budgets)
             if pages is not None and kept is not None:
                 kept.keep(layer.layer_name, pages, batch.num_pages(self.plan.page_size))
-            sampled = metadata.sampled
-            if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
-                with dropping(UNMEASURED):
-                    measure_token(self.plan, self.softmax, batch, cache, sampled.token - decode.tokens.start, sampled)
 
     def _batch_of(self, layer: Any, query: torch.Tensor, requests: DecodeRequests) -> DecodeBatch:
         """Returns the requests as a batch with the layer's queries."""

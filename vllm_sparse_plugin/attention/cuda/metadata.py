@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_sparse_plugin.attention.prefill import PromptRound
 from vllm_sparse_plugin.compaction.step import Observed
-from vllm_sparse_plugin.metrics.sampling import Sample
 from vllm_sparse_plugin.offload.staging import StagedPrompts
 
 
@@ -40,21 +39,6 @@ class DecodeRequests:
     """The limits of each request under a coverage; None without a coverage."""
     whole: WholeRequests | None = None
     """The long requests among the dense ones; None if no layer selects pages."""
-
-
-class SampledToken(NamedTuple):
-    """The token to measure. The host knows only upper bounds of its lengths."""
-
-    token: int
-    """Its index in the batch."""
-    longest: int
-    """The most tokens of its context."""
-    pages: int
-    """The complete pages that it reads; an upper bound under a coverage."""
-    sample: Sample
-    """The layers that measure it."""
-    masses: torch.Tensor | None = None
-    """Sums of the estimated masses of its request; None if they are not logged."""
 
 
 class ChosenPages(NamedTuple):
@@ -111,8 +95,6 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """The prompts, for layers with sparse prefill; empty if all of them attend densely."""
     observed: list[Observed] = field(default_factory=list)
     """Tokens of prompts whose queries are kept for a vote."""
-    sampled: SampledToken | None = None
-    """The decoding token to measure; None for none."""
     chosen: dict[tuple[str, int], ChosenPages] = field(default_factory=dict)
     """The pages of this step by anchor layer and index in `decode`. An anchor layer runs before the layers that read
     its pages."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.block_prefill import scratch_bytes
 from sparse_kernels.limits import DecodeShape
 from sparse_kernels.sparse_decode import StepSize
@@ -18,15 +17,12 @@ from vllm.config import ModelConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention.base import SparseImpl
-from vllm_sparse_plugin.attention.cuda.measure import measure_token
-from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
-from vllm_sparse_plugin.attention.cuda.scales import scaled
 from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, rehearse
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill, Compaction, ResolvedConfig
-from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.metrics.dropping import dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import Selection, reads_selection
 from vllm_sparse_plugin.requests.arguments import kept_page_bytes, kept_pages, largest_selection
@@ -154,34 +150,6 @@ def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int)
     votes_alone = rule.random_seed is None and rule.importance_share is None
     of_layer = (3 if votes_alone else 12) * numbers
     return of_layer * size.num_layers, lasting
-
-
-def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:
-    """Compiles the kernels of a measurement on a temporary cache, before the first step.
-
-    Args:
-        layer: vLLM's layer.
-        spec: the layer's spec.
-        longest: tokens of the longest context that the engine serves.
-        device: the device of the layer.
-    """
-    impl: SparseImpl = layer.impl
-    with dropping(UNMEASURED), _on_one_block(impl, spec, longest, device) as table:
-        plan = impl.plan
-        assert plan.selector is not None
-        assert plan.quality is not None
-        lengths = torch.full((1,), plan.block_size, dtype=torch.int32, device=device)
-        heads = impl.num_kv_heads * impl.num_queries_per_kv
-        itemsize = impl.cache.keys.view.dtype.itemsize
-        query = torch.zeros(
-            1, heads, impl.head_size, dtype=torch.bfloat16 if itemsize == 1 else spec.dtype, device=device
-        )
-        batch = DecodeBatch(query, table[None], lengths)
-        most = min(plan.selector.budget_pages, longest // plan.page_size)
-        sampled = SampledToken(0, plan.block_size, most, Sample(plan.quality.place, plan.quality.place))
-        measure_token(impl.plan, impl.softmax, batch, scaled(impl.cache, layer), 0, sampled)
-        # This token is not of a request.
-        plan.quality.counts.zero_()
 
 
 def warm_up_compaction(

@@ -191,7 +191,6 @@ def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -
         paged = PagedLayer(inputs, selections[0])
         for selection in selections:
             quality = paged.quality(selection)
-            names = _COLUMNS if quality.estimated_mass is None else (*_COLUMNS, "estimated_mass")
             for head in range(inputs.keys.shape[0]):
                 yield {
                     "prompt": prompt.name,
@@ -203,7 +202,7 @@ def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -
                     "budget_tokens": selection.budget_tokens,
                     "layer": index,
                     "kv_head": head,
-                    **{name: round(getattr(quality, name)[:, head].mean().item(), 6) for name in names},
+                    **{name: round(getattr(quality, name)[:, head].mean().item(), 6) for name in _COLUMNS},
                 }
 
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from sparse_kernels.batch import Softmax
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.metrics.quality import Context, Quality, Reading, measure
+from vllm_sparse_plugin.tools.diagnostics.quality import Quality, Reading, measure
 from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, keeps_keys_alone, load_causal_lm, name_of
 
 if TYPE_CHECKING:
@@ -175,8 +174,7 @@ class CapturingModel:
 
         if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
             raise ConfigurationError(
-                f"model: got {self._name!r} with learned attention sinks or capped logits, allowed: models without; "
-                "diagnostics.sample_every measures all on a server"
+                f"model: got {self._name!r} with learned attention sinks or capped logits, allowed: models without them"
             )
         # Queries go from [query heads, queries, size] to [queries, KV heads, group, size].
         newest = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
@@ -243,14 +241,12 @@ class PagedLayer:
         blocks, heads = keys.view.shape[:2]
         device = layer.keys.device
         self.block_table = torch.arange(blocks, device=device).expand(len(layer.query), -1)
-        self.statistics = self.summaries = None
+        self.statistics = None
         if layout is not None:
             rows = torch.zeros(blocks, heads, layout.rows(block_size), 2 * head_size, dtype=dtype, device=device)
             self.statistics = layout.views(rows, block_size)
             page = torch.arange(layer.keys.shape[1] // selection.page_size, device=device)
             update_page_statistics(keys, self.statistics, page // keys.pages_per_block, page % keys.pages_per_block)
-            if layout.kind.codes is not None:
-                self.summaries = [self.statistics.summaries(self.block_table[0])[0]]
 
     def quality(self, selection: Selection | None = None) -> Quality:
         """Compare the selection with dense attention.
@@ -260,11 +256,9 @@ class PagedLayer:
         """
         layer, selection = self.layer, selection or self.selection
         pages = self._pages(selection)
-        context = Context([layer.keys], [layer.values], self.summaries)
         quality = measure(
-            layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
-            selection.page_selection(),
-        )  # fmt: skip
+            layer.query, layer.keys, layer.values, layer.context_lens, pages, selection.page_size, layer.scale
+        )
         # Without a complete page the oracle selects none, so no page is missing.
         return quality._replace(
             recall=quality.recall.masked_fill(layer.context_lens[:, None] < selection.page_size, 1.0)
