@@ -29,9 +29,9 @@ from sparse_kernels.sparse_decode.launches import WIDE_RECORD_BYTES, Launch
 _SOURCE = Path(__file__).with_name("candidates.cu")
 _WAVES, _WAVES_OF_WIDE = 2, 1
 """A launch has enough thread blocks to fill the GPU this many times, if rows and chunks suffice; with wide records."""
-LEAST_PARTS = 8
-"""The fewest thread blocks that share a context, however many rows there are. A long context among short ones would
-otherwise occupy one multiprocessor long after the others have ended."""
+_FEW_PARTS, _PARTS_OF_MANY_ROWS = 4, 8
+"""Rows that fill the GPU with fewer thread blocks each than the first number have the second number. One long context
+among short ones would otherwise occupy few multiprocessors long after the other rows have ended."""
 
 
 class Candidates(NamedTuple):
@@ -76,10 +76,11 @@ def find_candidates(
     scoring = launch_of(statistics)
     waves = _WAVES_OF_WIDE if statistics.vector_bytes >= WIDE_RECORD_BYTES else _WAVES
     filled = waves * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    parts = filled // rows
     found = Candidates(
         torch.empty((rows, room), dtype=torch.int16, device=device),
         torch.empty((rows, room), dtype=torch.int32, device=device),
-        max(LEAST_PARTS, filled // rows),
+        parts if parts >= _FEW_PARTS else _PARTS_OF_MANY_ROWS,
     )
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
