@@ -28,3 +28,8 @@ def choices(names: Iterable[str]) -> str:
     """Lists the allowed values for a sentence: `a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def printable(text: str, most: int = 80) -> str:
+    """Returns a client's text for a message or the log: cut to so many characters, control characters escaped."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])

@@ -92,6 +92,7 @@ def test_show_config_shows_where_each_value_came_from(run):
 
 ADDITIONAL = {
     "no JSON": ("{", "additional_config: got text that is not JSON ("),
+    "key twice": ('{"a": {"b": 1, "b": 2}}', "additional_config: got a key twice in an object, allowed: each key once"),
     "empty": ("", "additional_config: got text that is not JSON ("),
     "list": ("[1]", "additional_config: got '[1]', allowed: a JSON object"),
     "list over several lines": ("[\n1\n]", "additional_config: got '[\\n1\\n]', allowed: a JSON object"),

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from support.settings import refusal, write
 
@@ -365,9 +367,12 @@ def test_a_large_file_is_refused(size, tmp_path):
     assert refusal({"config": file}) == f"{KEY}.config: got {file!r} (more than 1 MiB), allowed: a readable YAML file"
 
 
-def test_a_file_without_an_end_is_refused():
-    sentence = "got '/dev/zero' (more than 1 MiB), allowed: a readable YAML file"
-    assert refusal({"config": "/dev/zero"}) == f"{KEY}.config: {sentence}"
+def test_only_a_regular_file_is_read(tmp_path):
+    """A device has no end, and a named pipe keeps its reader waiting for another process."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        sentence = f"got {path!r} (no regular file), allowed: a readable YAML file"
+        assert refusal({"config": path}) == f"{KEY}.config: {sentence}"
 
 
 def test_anchors_and_thresholds_of_a_large_model_are_within_the_bounds(tmp_path):

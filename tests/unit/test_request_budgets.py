@@ -378,6 +378,50 @@ def test_arguments_beside_vllm_xargs_are_refused():
     registration.check_request(VllmConfig(), None, False, False, beside)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Sparse_budget_tokens", "sparse_budget_tokens"),
+        ("SPARSE", "sparse"),
+        ("s\u0440\u0430rse", "sparse"),
+        ("sp\u00e4rse_budget_tokens", "sparse_budget_tokens"),
+        ("\uff53parse_protect", "sparse_protect"),
+        ("sparce_budget_tokens", "sparse_budget_tokens"),
+        ("spasre_budget_tokens", "sparse_budget_tokens"),
+        ("sparce", "sparse"),
+        ("sparse-budget-tokens", "sparse_budget_tokens"),
+        ("budget_tokens", "sparse_budget_tokens"),
+        ("budget_token", "sparse_budget_tokens"),
+        ("protect", "sparse_protect"),
+    ],
+)
+def test_a_name_that_looks_like_an_argument_is_refused(name, meant):
+    """vLLM would ignore it without a word, and the answer would not be what the client asked for."""
+    engine, sentence = engine_config("unique"), f"^{re.escape(name)}: unknown argument .did you mean '{meant}'.., "
+    with pytest.raises(VLLMValidationError, match=sentence):
+        enter(engine, SamplingParams(extra_args={name: 512}))
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: got a field of the request"):
+        registration.check_request(engine, None, False, False, {name: 512})
+    enter(engine_config(None), SamplingParams(extra_args={name: 512}))
+
+
+def test_names_of_others_are_theirs():
+    names = ["parse", "spare", "project", "max_tokens", "thinking_token_budget", "forced_token_ids", "\u0440", ""]
+    names += ["a" * 10**7, "budget_tokens" + "s" * 10**6, *map(str, range(10**4))]
+    enter(engine_config("unique"), SamplingParams(extra_args=dict.fromkeys(names, 1)))
+
+
+def test_names_of_any_length_and_number_are_compared_with_bounds(monkeypatch):
+    """Each comparison takes time, and a name of 10 MB took two seconds."""
+    compared = []
+    monkeypatch.setattr(check.difflib, "get_close_matches", lambda word, *_, **__: compared.append(word) or [])
+    long = "sparse\n" + "a" * 10**7
+    with pytest.raises(ValueError, match=r"^sparse\\naaaa.{60,80}: unknown argument, allowed: sparse, "):
+        check.check_request(engine_config("unique"), {long: 1} | {f"name{number}": 1 for number in range(1000)})
+    assert len(compared) <= 2 * 64
+    assert max(map(len, compared)) <= 32
+
+
 def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
     with pytest.raises(ValueError, match=r"^prompt: got a stream of inputs"):
         hashed_with(engine_config("snapkv"), None, resumable=True)

@@ -61,6 +61,17 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     assert len(lines) == 2
 
 
+def test_a_name_writes_one_line(lines):
+    log = request_log.RequestLog()
+    name = "a\nrequest b\x1b[2K\u2028" + "c" * 10**6
+    log.add([name], np.array([1]), np.array([4]))
+    log.finish([name])
+    (line,) = lines
+    assert line.startswith("request a\\nrequest b\\x1b[2K\\u2028ccc")
+    assert line.isprintable()
+    assert len(line) < 400
+
+
 def test_a_preempted_request_does_not_run_until_a_step_has_it_again(monkeypatch):
     monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})

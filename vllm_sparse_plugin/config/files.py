@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import stat
 from typing import Any
 
 import yaml
@@ -30,11 +31,13 @@ def read_text(field: str, path: Any) -> str:
     if not isinstance(path, str):
         raise ConfigurationError(f"{field}: got {path!r}, allowed: the path of a YAML file")
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) <= MOST_BYTES:
+        # Opening a named pipe would wait for another process.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(MOST_BYTES + 1) if is_regular else b""
+        if is_regular and len(data) <= MOST_BYTES:
             return data.decode("utf-8")
-        reason = f"more than {MOST_BYTES >> 20} MiB"
+        reason = f"more than {MOST_BYTES >> 20} MiB" if is_regular else "no regular file"
     except OSError as error:
         reason = str(error.strerror)
     except ValueError:

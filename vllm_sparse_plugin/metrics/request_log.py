@@ -10,7 +10,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_sparse_plugin.errors import printable
+
 _logger = logging.getLogger(f"vllm.{__name__}")
+_MOST_SHOWN = 256
+"""Characters of a request's name, which a client may choose."""
 
 
 class _Request:
@@ -46,7 +50,8 @@ class RequestLog:
             request = self._requests.pop(name, None)
             if request is not None and request.tokens_in_context:
                 share = request.tokens_read / request.tokens_in_context
-                _logger.info("request %s: its decoding tokens read %.2f%% of their contexts", name, 100 * share)
+                shown = printable(name, _MOST_SHOWN)
+                _logger.info("request %s: its decoding tokens read %.2f%% of their contexts", shown, 100 * share)
 
 
 _logs: WeakKeyDictionary[Any, RequestLog] = WeakKeyDictionary()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.compat import chosen_backend
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.engine_traits import layers_over_everything
-from vllm_sparse_plugin.errors import choices
+from vllm_sparse_plugin.errors import choices, printable
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PREFIX, PROTECT, READS, pages_of_request
 from vllm_sparse_plugin.requests.protected import protected_ranges
@@ -20,6 +22,18 @@ if TYPE_CHECKING:
 
 _SEPARATOR = "\n"
 """Separates the client's cache salt from the reads of the request."""
+_LONGEST = 32
+"""Characters of a name that is compared with the arguments."""
+_MOST_COMPARED = 64
+"""Names of a request that are compared with the arguments."""
+_LATIN = str.maketrans("авеёіјкмнорԁѕтухαεικνορτυχı", "abeeijkmhopdstyxaeikvoptuxi")
+"""Cyrillic, Greek and Turkish letters that look like Latin ones."""
+_LETTERS = {name.replace("_", ""): name for name in ARGUMENTS} | {
+    name.removeprefix(f"{PREFIX}_").replace("_", ""): name for name in ARGUMENTS
+}
+"""The arguments by their letters, with and without the prefix."""
+_LONG = [letters for letters in _LETTERS if len(letters) > 10]
+"""Those of which one mistake makes no other word."""
 
 
 def check_request(
@@ -41,15 +55,16 @@ def check_request(
     Raises:
         ValueError: names the argument, the value and the allowed values.
     """
-    names = [name for name in arguments or () if name.startswith(PREFIX)]
-    misplaced = [name for name in ignored if name.startswith(PREFIX)]
+    names, misplaced = _ours(arguments or ()), _ours(ignored)
     if not names and not misplaced and not streams_input:
         return
     config = _served(vllm_config)
     if config is None:
         return
     if misplaced:
-        raise ValueError(f"{', '.join(misplaced):.80}: got a field of the request, allowed: an entry of vllm_xargs")
+        raise ValueError(
+            f"{printable(', '.join(misplaced))}: got a field of the request, allowed: an entry of vllm_xargs"
+        )
     if streams_input and config.compaction is not None:
         # The scheduler and the workers would compact prompts of different lengths.
         raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
@@ -113,12 +128,36 @@ def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:
     return None if name is None else resolved(vllm_config, BACKENDS[name])
 
 
+def _ours(names: Iterable[str]) -> list[str]:
+    """Returns the names that are arguments of this plugin, or look like one.
+
+    Its time is bounded: names of any length and number cost a comparison of their beginning.
+    """
+    compared = set(islice((name for name in names if len(name) <= _LONGEST), _MOST_COMPARED))
+    return [name for name in names if name.startswith(PREFIX) or (name in compared and _looks_like(name))]
+
+
+def _looks_like(name: str) -> str | None:
+    """Returns the argument that a name of at most `_LONGEST` characters looks like: in other letters, with a mistake,
+    or without the prefix; None for another name."""
+    plain = unicodedata.normalize("NFKD", name).casefold().translate(_LATIN)
+    letters = "".join(each for each in plain if each.isalnum() and each.isascii())
+    if letters in _LETTERS:
+        return _LETTERS[letters]
+    near = difflib.get_close_matches(letters, _LONG, n=1, cutoff=0.88)
+    if not near and len(letters) == len(PREFIX):
+        near = difflib.get_close_matches(letters, [PREFIX], n=1, cutoff=0.83)
+    return _LETTERS[near[0]] if near else None
+
+
 def _expect_known(name: str) -> None:
     if name in ARGUMENTS:
         return
-    close = difflib.get_close_matches(name, ARGUMENTS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"{name:.80}: unknown argument{hint}, allowed: {choices(ARGUMENTS)}")
+    hint = None
+    if len(name) <= _LONGEST:
+        hint = _looks_like(name) or next(iter(difflib.get_close_matches(name, ARGUMENTS, n=1)), None)
+    meant = f" (did you mean {hint!r}?)" if hint else ""
+    raise ValueError(f"{printable(name)}: unknown argument{meant}, allowed: {choices(ARGUMENTS)}")
 
 
 def _on_gpu() -> bool:

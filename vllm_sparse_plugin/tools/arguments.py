@@ -160,8 +160,15 @@ def parse_additional_config(text: str, field: str = "additional_config") -> dict
     Raises:
         ConfigurationError: the text is not a JSON object; the message names `field`.
     """
+
+    def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ConfigurationError(f"{field}: got a key twice in an object, allowed: each key once")
+        return found
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=each_key_once)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{field}: got text that is not JSON ({error}), allowed: JSON") from None
     if not isinstance(value, dict):
