@@ -265,11 +265,6 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         policy = f"policy {selector.name()}, which selects pages in torch"
         expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null on a GPU")
         expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null on a GPU")
-    if config.coverage is not None:
-        field, got = f"{KEY}.selection.coverage", config.coverage
-        eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
-        expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null")
-        expect(config.stop_rule is None, field, f"{got} with stopping", "null")
     if model is not None:
         refusals += refuse_anchors(config, model.hf_text_config.num_hidden_layers)
         _expect_model(expect, vllm_config, config.anchor_fingerprint, None, "anchors")

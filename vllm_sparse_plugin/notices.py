@@ -60,7 +60,7 @@ class Situation(NamedTuple):
     def has_few_large_pages(self) -> bool:
         """Whether a policy that scores reads fewer than `FEW_PAGES` pages of more than 8 tokens, by its budget."""
         selection = self.config.selection
-        if not isinstance(selection, ScoredSelection) or self.config.coverage is not None:
+        if not isinstance(selection, ScoredSelection):
             return False
         return selection.page_size > 8 and selection.budget_pages < FEW_PAGES
 
@@ -84,7 +84,7 @@ class Situation(NamedTuple):
         """Whether tokens are decoded from a selection of fewer than `FEW_TOKENS` tokens, by its budget."""
         config, selection = self.config, self.config.selection
         # Dense attention verifies the drafts of lossless mode. Tokens that a prompt has lost are another notice.
-        if config.coverage is not None or config.lossless is not None or config.compaction is not None:
+        if config.lossless is not None or config.compaction is not None:
             return False
         return isinstance(selection, Selection) and selection.budget_tokens < FEW_TOKENS
 

@@ -12,19 +12,12 @@ from typing import Any
 
 import torch
 from sparse_kernels.batch import DecodeOutput, WholeRequests
-from sparse_kernels.limits import MAX_K
-from sparse_kernels.page_coverage import Limits
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
 
 from bench.kernels.workload import DecodeInputs, TopKInputs
 
 Call = Callable[[], Any]
-
-_COVERAGE = 0.95
-"""Share of the attention weight of a coverage that is out of reach: random keys spread the weight evenly."""
-_SHARE_BITS = 16
-"""Steps of the search for the share of a number of pages."""
 
 
 def imported(*names: str) -> Callable[[], list[Any]]:
@@ -121,36 +114,6 @@ def budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> 
         batch, selection = replace(batch, budgets=budgets), replace(selection, k=max(selection.k, most_pages))
     cache, softmax = inputs.cache, inputs.softmax
     return lambda: sparse_decode(batch, cache, softmax, selection)
-
-
-def counted(loaded: list[Any], inputs: DecodeInputs, reached: bool = True) -> Call:
-    """A decode step without the write, after counting the pages of a coverage: of the share that the pages of the fixed
-    budget have on average, or of one that all pages of the largest budget lack.
-
-    It attends to the pages of the fixed budget, given for each row, so that the same pages are read.
-    """
-    sparse_decode, count_rows = loaded
-    batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
-    rows, device = len(batch.seq_lens), batch.query.device
-    most = replace(selection, k=MAX_K)
-    limits = Limits(
-        torch.full((rows,), _COVERAGE, device=device),
-        torch.full((rows,), max(selection.sink_pages + selection.recent_pages, 1), device=device),
-        torch.full((rows,), MAX_K, device=device),
-    )
-    low, high = 0.0, 1.0
-    for _ in range(_SHARE_BITS if reached else 0):
-        limits.share.fill_((low + high) / 2)
-        few = float(count_rows(batch, cache, most, softmax, limits).budgets.float().mean()) < selection.k
-        low, high = ((low + high) / 2, high) if few else (low, (low + high) / 2)
-    budgets = torch.full((rows, inputs.geometry.num_kv_heads), selection.k, dtype=torch.int32, device=device)
-
-    def call() -> torch.Tensor:
-        counted = replace(count_rows(batch, cache, most, softmax, limits), budgets=budgets)
-        output: torch.Tensor = sparse_decode(counted, cache, softmax, most)
-        return output
-
-    return call
 
 
 def one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:

@@ -153,16 +153,16 @@ CacheCase = DecodeCase | PrefillCase
 Case = CacheCase | TopKCase
 
 DECODE_OPS = (
-    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage", "whole",
+    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "whole",
     "verify",
 )  # fmt: skip
 OPS = (
-    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
+    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets",
     "whole", "verify", "prefill", "tokens",
 )  # fmt: skip
 """Most important first, so that an interrupted run has these."""
 _OF_ONE_GROUP = (
-    "route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "whole", "verify", "prefill", "tokens",
+    "route", "route_unique", "topk", "write", "pieces", "budgets", "whole", "verify", "prefill", "tokens",
 )  # fmt: skip
 """Operations that are measured only with the first group size."""
 _VERIFIED_TOKENS = (9, 5, 3)

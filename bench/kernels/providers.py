@@ -63,7 +63,6 @@ class Op(Generic[Inputs]):
 
 
 _SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
-_COUNT_ROWS = "sparse_kernels.page_coverage:count_rows"
 _SPLIT_ATTENTION = "sparse_kernels.split_attention:split_attention"
 _WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
 _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
@@ -378,28 +377,6 @@ PROVIDERS: dict[str, Op[Any]] = {
                 traffic.sparse,
             )
             for name, most in (("unique", MAX_K), ("unique, room for no more", 1), ("unique, one for all", None))
-        ),
-    ),
-    "coverage": Op(
-        Workload.decode_inputs,
-        (
-            Provider(
-                "unique", imported(_SPARSE_DECODE, _COUNT_ROWS), calls.counted, checks.sparse_decode, traffic.sparse
-            ),
-            Provider(
-                "unique, out of reach",
-                imported(_SPARSE_DECODE, _COUNT_ROWS),
-                partial(calls.counted, reached=False),
-                checks.sparse_decode,
-                traffic.sparse,
-            ),
-            Provider(
-                "unique, one for all",
-                imported(_SPARSE_DECODE),
-                partial(calls.budgets, most_pages=None),
-                checks.sparse_decode,
-                traffic.sparse,
-            ),
         ),
     ),
     "whole": Op(

@@ -11,7 +11,6 @@ from bench.common.results import RESULTS, Row, read_run
 _FOLDER = RESULTS / "h200" / "kernels"
 STOP = _FOLDER / "stop.jsonl"
 BUDGETS = _FOLDER / "budgets.jsonl"
-COVERAGE = _FOLDER / "coverage.jsonl"
 LEVELED = _FOLDER / "leveled.jsonl"
 ONE_HEAD = _FOLDER / "one_head.jsonl"
 TOKENS = _FOLDER / "tokens.jsonl"
@@ -87,21 +86,6 @@ def budgets_by_request() -> Block:
         f"measured for {len(gaps)} batches of 1 to 32 requests with 2K to 512K tokens."
     )
     return Block(wrap(text, ""), [BUDGETS])
-
-
-def coverage_cost() -> Block:
-    """How much longer attention takes with a coverage than with a budget of as many pages."""
-    ratios = []
-    for (_, case), providers in read_times(COVERAGE).items():
-        us = {name: row["warm"]["median_us"] for name, row in providers.items() if "warm" in row}
-        if us.keys() >= {"unique", "unique, one for all"}:
-            name = case.split()[0].replace("q1s", " x ")
-            ratios.append(f"{us['unique'] / us['unique, one for all']:.2f} times as long for {name}")
-    text = (
-        "On a GPU, attention of a decode step takes this long with a coverage, compared with a budget that reads the "
-        f"same number of pages: {', '.join(ratios)}."
-    )
-    return Block(wrap(text, ""), [COVERAGE])
 
 
 def zipvl_layer() -> Block:

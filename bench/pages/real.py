@@ -101,11 +101,6 @@ FORTY = {
 _FORTY_TEXTS = {"essay_4096": "essays", "code_4096": "code"}
 GEMMA_KINDS = {text: text for text in ("essays, 8K", "essays, 16K", "code, 8K", "code, 16K")}
 POLICIES = ("unique", "unique_paper", "quest", "mean", "infllm", "streaming_llm")
-_SCORES = RESULTS / "cpu-2core" / "page-scores"
-COVERAGES = {
-    "SmolLM2-135M-Instruct": _SCORES / "smollm2-135m_quarters.jsonl",
-    "Gemma 3 270M": _SCORES / "gemma-3-270m_quarters.jsonl",
-}
 _AGAIN = "dense-again"
 PLANS = {
     "unique-1024": ("1,024", "every layer", "main"),
@@ -419,19 +414,6 @@ def in_short() -> Block:
         f"that dense attention changes in other batches. Its RULER score, questions decoded, is {' and '.join(scores)}."
     )
     return Block(wrap(text, ""), [SERVED_UNIQUE, RULER])
-
-
-def coverages() -> Block:
-    """The attention weight that a coverage reads on pretrained models, in a sentence."""
-    parts = []
-    for model, path in COVERAGES.items():
-        rows = [row for row in _rows(path) if row.get("rule") == "coverage"]
-        for target in sorted({row["target"] for row in rows}):
-            found = [row for row in rows if row["target"] == target]
-            mass, below = (_mean(row[name] for row in found) for name in ("mass", "below"))
-            parts.append(f"{mass:.3f} for {target:g} ({below:.0%} of the steps miss it by more than 0.05) in {model}")
-    text = f"On essays of 7.7K tokens a coverage reads this mean weight: {'; '.join(parts)}."
-    return Block(wrap(text, ""), list(COVERAGES.values()))
 
 
 def ruler() -> Block:

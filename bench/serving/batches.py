@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from bench.common.options import parse_size, split_values
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.requests.arguments import BUDGET, COVERAGE, DENSE
+from vllm_sparse_plugin.requests.arguments import BUDGET, DENSE
 
-ALLOWED = "COUNTxCONTEXT, with :dense, :budget=TOKENS or :coverage=SHARE, joined by +"
+ALLOWED = "COUNTxCONTEXT, with :dense or :budget=TOKENS, joined by +"
 
 
 class Requests(BaseModel):
@@ -80,8 +80,6 @@ def _parse(text: str) -> Batch:
                 arguments = {DENSE: "dense"}
             elif name == "budget":
                 arguments = {BUDGET: parse_size(value)}
-            elif name == "coverage":
-                arguments = {COVERAGE: float(value)}
             elif argument:
                 raise ValueError(f"{argument!r} is not an argument")
             parts.append(Requests(count=parse_size(count), context=parse_size(context), arguments=arguments))

@@ -95,9 +95,6 @@ class DecodeBatch:
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, complete pages that a selection reads of each request: at least those that are always
     read, at most the selection's `k`; or `[num_tokens, num_kv_heads]`, of each row; None for `k` of all."""
-    scores: torch.Tensor | None = None
-    """`[num_tokens, num_kv_heads, at least as many pages as a context has]` bfloat16, of pages that have been scored
-    already, see `page_score.score_pages`; None where a selection scores them."""
     pages: torch.Tensor | None = None
     """`[num_tokens, num_kv_heads, selection.k]` int32, contiguous: the complete pages that each row attends, in this
     order, besides the incomplete page. Nothing is scored or selected then. -1 stands for no page, and so does every
@@ -148,7 +145,7 @@ class DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
-        budgets, scores = self.budgets, None if self.scores is None else self.scores[tokens]
+        budgets = self.budgets
         pages = None if self.pages is None else self.pages[tokens]
         if budgets is not None:
             budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
@@ -162,7 +159,6 @@ class DecodeBatch:
             query_scale=self.query_scale,
             max_context=self.max_context,
             budgets=budgets,
-            scores=scores,
             pages=pages,
             whole=whole,
         )
@@ -199,13 +195,6 @@ class DecodeBatch:
             wanted = (self.num_tokens, num_kv_heads) if by_row else (self.num_requests,)
             if tuple(self.budgets.shape) != wanted or not self.budgets.is_contiguous():
                 raise ValueError(f"budgets: got {list(self.budgets.shape)}, allowed: {list(wanted)}, contiguous")
-        if self.scores is not None:
-            _check_tensor("scores", self.scores, (torch.bfloat16,), 3)
-            if tuple(self.scores.shape[:2]) != (self.num_tokens, num_kv_heads) or not self.scores.is_contiguous():
-                raise ValueError(
-                    f"scores: got {list(self.scores.shape)}, allowed: [{self.num_tokens}, {num_kv_heads}, pages], "
-                    "contiguous"
-                )
 
 
 class Copies(NamedTuple):

@@ -296,7 +296,7 @@ def test_rows_with_the_same_outcome_are_joined_up_to_the_width_of_a_cell():
     assert group_rows(rows) == [["a, c", "yes"], ["d" * 118, "yes"], ["b, e", "no"]]
 
 
-def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
+def test_budgets_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
     def row(provider, us, case="8q1s32K g4"):
         return {"op": "budgets", "case_name": case, "provider": provider, "warm": {"median_us": us}}
 
@@ -306,11 +306,9 @@ def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypa
         row("unique", 100.8), row("unique, room for no more", 99.5), row("unique, one for all", 100.0), left_out,
     )  # fmt: skip
     monkeypatch.setattr(kernels, "BUDGETS", path)
-    monkeypatch.setattr(kernels, "COVERAGE", path)
     assert kernels.budgets_by_request().text.startswith(
         "Budgets by request change the time of a decode step's attention by +0.8% to +0.8%, measured for 1 batches"
     )
-    assert kernels.coverage_cost().text.endswith(": 1.01 times as long for 8 x 32K.")
 
 
 def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):

@@ -208,27 +208,6 @@ def test_requests_with_budgets_answer_as_alone(questions: list[Question], argume
     assert alone[1] not in (alone[0], alone[2])
 
 
-def test_a_coverage_finds_needles_and_serves_every_kind_beside_it(questions: list[Question]) -> None:
-    from vllm import SamplingParams
-
-    settings = {"sparse_attention": {"selection": {"coverage": 0.9}}}
-    kinds = (None, {"sparse_budget_tokens": 24}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
-    asked = [questions[-1].prompt] * 16
-
-    def answers(llm: Any, mix: list[dict[str, Any] | None]) -> list[tuple[int, ...]]:
-        sampling = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, extra_args=kind) for kind in mix]
-        return [tuple(out.outputs[0].token_ids) for out in llm.generate(asked, sampling, use_tqdm=False)]
-
-    # A hit of the prefix cache computes fewer tokens of the prompt at once, which rounds differently.
-    with engine(additional_config=settings, enable_prefix_caching=False) as llm:
-        assert share_correct(questions, ask(llm, questions)) >= 0.9
-        read, seen = count_totals()["vllm_sparse_kv_read_share"]
-        assert 0 < read < seen
-        alone = [answers(llm, [kind] * 16)[0] for kind in kinds]
-        assert answers(llm, [*kinds] * 4) == alone * 4
-    assert alone[1] != alone[2]
-
-
 def test_dense_requests_answer_as_a_server_whose_budget_holds_the_context(questions: list[Question]) -> None:
     whole = {"sparse_attention": {"min_context_tokens": 16_384}}
     with engine(additional_config=whole) as llm:

@@ -1,18 +1,14 @@
-"""Requests with different budgets and coverages in the batches of one attention layer."""
+"""Requests with different budgets in the batches of one attention layer."""
 
 import random
 
 import pytest
 import torch
-from sparse_kernels.batch import QueryTokens
-from sparse_kernels.sparse_attention import attend_pages
 from support.engines import Engine, run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from vllm.exceptions import VLLMValidationError
 
-KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
-UNCOVERED = (*KINDS[:3], {"sparse_budget_tokens": 24})
-"""For policies without an estimate of page weights."""
+KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_budget_tokens": 24})
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
 SETTINGS = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
@@ -31,9 +27,8 @@ def is_dense(harness: LayerHarness, request: Request, output: torch.Tensor) -> b
 
 def prompts_of(harness: LayerHarness, lengths: tuple[int, ...] = (900, 700, 800, 600)) -> list[Request]:
     """Requests of every kind, after their prompts."""
-    kinds = KINDS if harness.selection.name() == "unique" else UNCOVERED
     requests = [harness.request(length) for length in lengths]
-    for request, arguments in zip(requests, kinds, strict=True):
+    for request, arguments in zip(requests, KINDS, strict=True):
         request.arguments = arguments
         harness.step([(request, request.prompt_tokens)])
     return requests
@@ -130,47 +125,6 @@ def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(mode
     # Every group is skipped except those of the dense request.
     assert not routed.any()
     assert is_dense(harness, whole, attended)
-
-
-def test_a_coverage_reads_what_it_needs_between_its_limits(model):
-    """For settings and requests alike. Other tests compare the counting kernels with their formula."""
-    selection = {"budget_tokens": 64, "min_budget_tokens": 32, "max_budget_tokens": 256}
-    limits = {name: tokens for name, tokens in selection.items() if name != "budget_tokens"}
-    settings = SETTINGS | {"selection": limits | {"coverage": 0.8}}
-    covering = LayerHarness(model, settings=settings, num_blocks=60)
-    plain = LayerHarness(model, settings=SETTINGS | {"selection": selection}, num_blocks=60)
-    requests = [harness.request(900) for harness in (covering, plain)]
-    requests[1].arguments = {"sparse_coverage": 0.8}
-    for harness, request in zip((covering, plain), requests, strict=True):
-        harness.step([(request, 900)])
-    for _ in range(3):
-        (output,), (other,) = (h.step([(r, 1)]) for h, r in zip((covering, plain), requests, strict=True))
-        assert torch.equal(output, other)
-        decode = covering.metadata.decode
-        assert (int(decode.limits.least), int(decode.limits.most)) == (4, 32)
-        impl, layer = covering.layer.impl, covering.layer
-        tokens = QueryTokens(requests[0].fresh.unflatten(1, (2, -1)), decode.block_table, decode.context_lens)
-        pages, counts = layer.impl.plan.selector.select_covering(tokens, impl.cache, impl.softmax, decode.limits)
-        assert torch.equal((pages >= 0).sum(dim=-1), counts)
-        # Random keys spread the weight, so a share needs far more pages than the minimum.
-        assert counts.min() > 4
-        assert torch.equal(attend_pages(tokens, impl.cache, pages, impl.softmax), output)
-    of_settings, of_request = (
-        {name: total for counts in harness.builder.counts for name, total in counts.totals().items()}
-        for harness in (covering, plain)
-    )
-    read, seen = of_settings["vllm_sparse_kv_read_share"]
-    assert 0 < read < seen
-    # Only attention that stops has test intervals.
-    assert "vllm_sparse_blocks_read" not in of_settings
-    assert "vllm_sparse_kv_read_share" not in of_request
-
-
-def test_launches_have_room_for_a_coverage_in_lossless_mode(model):
-    """Drafts have no request budgets, but their rows read up to the largest budget of the coverage."""
-    settings = {"selection": {"coverage": 0.9}, "lossless": {}, "min_context_tokens": 0}
-    plan = LayerHarness(model, settings=settings, num_blocks=60).layer.impl.plan
-    assert plan.most_pages == 1024 == plan.selector.pages_read.most
 
 
 def test_an_engine_serves_every_kind_and_survives_a_bad_one():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from numba.core.caching import CacheImpl
-from sparse_kernels import compiled, group_routing, page_coverage, page_score, sparse_attention, stopping
-from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels import compiled, group_routing, page_score, sparse_attention, stopping
+from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import parallel_kernel
 from sparse_kernels.page_statistics import KINDS
@@ -108,7 +108,6 @@ def test_kernels_run_where_the_folder_is_lost(spoil, when, monkeypatch, warnings
 RULE = StopRule(scale_tolerance=0.1, direction_tolerance=1e-2, patience=2, block_tokens=64)
 KERNELS = {
     "attention": ("sparse_attention", "_kernel", "mean_and_spread"),
-    "coverage": ("page_coverage", "_kernel", "quarters"),
     "routing": ("group_routing", "_kernel", "mean_and_spread"),
     "scores": ("page_score", "_kernel", "mean_and_spread"),
     "scores of codes": ("page_score", "_codes_kernel", "quarters"),
@@ -128,12 +127,7 @@ def operate(operation: str, tokens: QueryTokens, cache: KVCache, pages: torch.Te
         case "stopping":
             stopping.pages_until_stable(tokens, cache, pages, softmax, RULE)
         case _:
-            scores = page_score.score_pages(
-                tokens.query, cache.statistics, tokens.block_table, tokens.context_lens // 8, 0.0
-            )
-            if operation == "coverage":
-                limits = page_coverage.Limits(*(torch.full((2,), value) for value in (0.5, 3, 9)))
-                page_coverage.count_pages(tokens, cache, scores, PageSelection(4), softmax, limits)
+            page_score.score_pages(tokens.query, cache.statistics, tokens.block_table, tokens.context_lens // 8, 0.0)
 
 
 @pytest.mark.parametrize("operation", KERNELS)

@@ -21,7 +21,6 @@ from sparse_kernels.cuda.launch import (
 )
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
-from sparse_kernels.page_coverage import launches as coverage
 from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
@@ -31,7 +30,7 @@ SKETCH, QUARTERS = CODE_FORMATS.values()
 LEVELED = LEVELED_FORMAT
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
-SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
+SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
 DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "GIVEN": 0, "WRITTEN": 0, "STOP_TILES": 0, "HOT": 0}
 SPLIT = {
@@ -50,10 +49,7 @@ ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4, "C
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
-BY_HEAD = SCORE | {"BY_HEAD": 1}
 FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "PIPELINED": 1}
-COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
-BEST = {**SHAPE, "QUERY": BF16, "KV": BF16, "RECORD": QUARTERS, "WARPS": 8}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 QUICK, SYNTAX_ONLY = "--Ofast-compile=max", "--fdevice-syntax-only"
@@ -67,19 +63,6 @@ CASES = {
     "score sketches": ("page_score/score.cu", SCORE | {"RECORD": SKETCH}),
     "score quarters": ("page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
-    "score quarters by head": ("page_score/score.cu", BY_HEAD | {"RECORD": QUARTERS, "PIPELINED": 1}),
-    "score sketches by head, groups of 7": ("page_score/score.cu", BY_HEAD | {"RECORD": SKETCH, "GROUP": 7}),
-    "count": ("page_coverage/count.cu", COUNT),
-    "count for a group of 71, heads of 80": ("page_coverage/count.cu", COUNT | {"GROUP": 71, "HEAD_SIZE": 80}),
-    "count for heads of 256, fp16": (
-        "page_coverage/count.cu",
-        COUNT | {"GROUP": 1, "HEAD_SIZE": 256, "QUERY": FP16, "KV": FP16},
-    ),
-    "count from the best pages": ("page_coverage/best.cu", BEST),
-    "count from the best pages by sketches, group of 16, heads of 240, fp16": (
-        "page_coverage/best.cu",
-        BEST | {"GROUP": 16, "HEAD_SIZE": 240, "QUERY": FP16, "KV": FP16, "RECORD": SKETCH, "PAGES_PER_BLOCK": 1},
-    ),
     "find candidates": ("sparse_decode/candidates.cu", FIND),
     "find candidates by int8, groups of 3": (
         "sparse_decode/candidates.cu",
@@ -199,7 +182,6 @@ OTHER_SIZES = {
 """Compiled to PTX for one architecture. No source distinguishes architectures or instructions by these sizes."""
 HOPPER = {
     **{f"list cluster of {size}": ("page_topk/list.cu", LIST | {"CLUSTER": size}) for size in (2, 4, 8)},
-    **{f"count cluster of {size}": ("page_coverage/count.cu", COUNT | {"CLUSTER": size}) for size in (2, 8)},
     "decode a list": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"LISTED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode a list until it stops": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "CLUSTER": 4, "STOP_TILES": 64}),
     "decode a given list": (
@@ -260,7 +242,6 @@ HOPPER = {
 OPTIMISED = (
     *(
         "score int8",
-        "count from the best pages",
         "find candidates",
         "top-k",
         "split",
@@ -268,14 +249,12 @@ OPTIMISED = (
         "merge",
         "route",
     ),
-    *("list cluster of 8", "count cluster of 8", "attend cluster", "decode cluster", "decode that stops"),
+    *("list cluster of 8", "attend cluster", "decode cluster", "decode that stops"),
 )
 """A case of every source, compiled with the options of an engine."""
 OF_EVERY_SOURCE = (
     *(
         "score quarters",
-        "count",
-        "count from the best pages",
         "find candidates",
         "top-k",
         "top-k of candidates",
@@ -298,10 +277,6 @@ def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
             launch = Launch(bool(macros["FUSED"]), macros["CLUSTER"], macros["WARPS"], macros["BLOCKS_PER_SM"])
             shape = DecodeShape(group, head_size, 4096, 64, macros["STOP_TILES"] > 0)
             return {"FIXED_BYTES": fixed_bytes(launch, shape), "VALUES_BYTES": values_bytes(launch, shape)}
-        case "page_coverage/count.cu":
-            return {"SHARED_BYTES": coverage.fixed_bytes(macros["CLUSTER"], group)}
-        case "page_coverage/best.cu":
-            return {"SHARED_BYTES": coverage.best_fixed_bytes(group, head_size)}
     return {}
 
 
@@ -381,7 +356,7 @@ def test_a_case_of_every_source_compiles_for_every_architecture(name: str, archi
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
-        *((name, "sm_120") for name in ("list cluster of 8", "count cluster of 8", "decode a list")),
+        *((name, "sm_120") for name in ("list cluster of 8", "decode a list")),
         *(("decode quarters", "sm_120"), ("decode leveled quarters", "sm_100")),
     ],
 )
@@ -435,7 +410,6 @@ KERNEL_STRUCTS = {
     "MergeParams": ("split_attention/merge.cu", CASES["merge"]),
     "AttendParams": ("sparse_attention/attend.cu", CASES["attend"]),
     "RouteParams": ("group_routing/route.cu", CASES["route"]),
-    "CountParams": ("page_coverage/count.cu", CASES["count"]),
     "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
     "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),
     "ListParams": ("page_topk/list.cu", CASES["list"]),
@@ -463,7 +437,7 @@ def compile_with(path: Path, text: str, macros: dict[str, int], *folders: Path) 
 
 def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) -> None:
     assertions = "".join(map(layout_assertions, SHARED_STRUCTS))
-    text = f'#include "weights.cuh"\n#include "pieces.cuh"\n{assertions}'
+    text = f'#include "params.cuh"\n#include "pieces.cuh"\n{assertions}'
     compile_with(tmp_path / "structs.cu", text, {}, ROOT / "split_attention")
 
 

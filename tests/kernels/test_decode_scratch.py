@@ -10,9 +10,6 @@ import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.limits import DecodeShape
-from sparse_kernels.page_coverage import Limits
-from sparse_kernels.page_coverage import cuda as coverage
-from sparse_kernels.page_coverage.launches import FEW_ROWS, row_bytes
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_topk import cuda as topk
 from sparse_kernels.paging import PagedTensor
@@ -50,10 +47,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    for module in (cuda, candidates, split, topk, coverage):
+    for module in (cuda, candidates, split, topk):
         monkeypatch.setattr(module, "kernel", MagicMock())
-    for module in (cuda, coverage):
-        monkeypatch.setattr(module, "launch_scores", lambda *_, **__: None)
+    monkeypatch.setattr(cuda, "launch_scores", lambda *_, **__: None)
     return capability
 
 
@@ -84,26 +80,21 @@ CASES = {
 """Requests, pages of a context, kind of statistics, tokens of a request, query heads to a KV head, and pages read."""
 
 
-@pytest.mark.parametrize("counts", [False, True], ids=["budget", "coverage"])
 @pytest.mark.parametrize("gpu", [(9, 0), (8, 0), (8, 9)], indirect=True, ids=["9.0", "8.0", "8.9"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_more_memory_is_taken_than_is_reserved(
-    case: str, gpu: tuple[int, int], counts: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, pages, kind, tokens, group, k = CASES[case]
     batch, cache = step(requests, pages, kind, tokens, group)
     shape = DecodeShape(group, SIZE, pages, k)
     layout = StatisticsLayout(PAGE, SIZE, KINDS[kind].formats[0], kind=KINDS[kind])
-    reserved = scratch_bytes(shape, StepSize(HEADS, requests, tokens), layout, counts, gpu, MULTIPROCESSORS)
+    reserved = scratch_bytes(shape, StepSize(HEADS, requests, tokens), layout, gpu, MULTIPROCESSORS)
     output = DecodeOutput(torch.zeros_like(batch.query))
     softmax, selection = Softmax(0.1), PageSelection(k, 1, 1)
     memory = Memory(monkeypatch)
-    if counts:
-        limits = Limits(torch.zeros(requests), *torch.zeros(2, requests, dtype=torch.int64))
-        batch = coverage.count_rows(batch, cache, selection, softmax, limits)
     cuda.sparse_decode(batch, cache, softmax, selection, None, None, output)
     # Numbers of single rows and chunks are not counted.
     assert memory.most <= 1.01 * reserved
-    # Few rows have logits, which a larger step has not. Parts of large groups are not attended together.
-    few = FEW_ROWS * row_bytes(pages, group) if counts else 0
-    assert reserved <= 2 * memory.most + few
+    # Parts of large groups are not attended together.
+    assert reserved <= 2 * memory.most

@@ -10,7 +10,6 @@ import pytest
 from sparse_kernels.cuda.head_parts import parts_of
 from sparse_kernels.cuda.shared_memory import piece_bytes, round_up, score_bytes, select_bytes
 from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_K, MAX_PAGES, DecodeShape, shared_bytes_of
-from sparse_kernels.page_coverage.launches import best_bytes, counts_best, fixed_bytes, kept_bytes, kept_pages_of
 from sparse_kernels.page_topk.launches import passes_of
 from sparse_kernels.sparse_attention import cuda as attention
 from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch, fitting, in_pieces, launch_of, shared_bytes
@@ -48,35 +47,6 @@ def test_a_gpu_with_little_shared_memory_has_shorter_segments(capability: tuple[
     with pytest.raises(ValueError, match=r"pages: got 2200000 to select 1024 from, allowed on this GPU: up to 2178192"):
         passes_of(2_200_000, MAX_K, False, capability)
     passes_of(2_178_192, MAX_K, False, capability)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_no_count_of_a_coverage_keeps_more_than_the_gpu_has(capability: tuple[int, int]) -> None:
-    groups = (1, 4, 7, 8, 16, 32, 71, 128)
-    for width, cluster, group in product((*LENGTHS, *(8192 * pages for pages in range(1, 20))), (1, 2, 4, 8), groups):
-        kept = kept_pages_of(width, cluster, group, capability)
-        assert round_up(fixed_bytes(cluster, group), 16) + kept_bytes(kept) <= shared_bytes_of(capability)
-        assert kept == 0 or (kept % 8 == 0 and kept * cluster >= width)
-
-
-def test_a_row_is_counted_from_its_best_pages_where_its_keys_fit() -> None:
-    for capability, most in (((9, 0), 1 << 16), ((8, 0), 1 << 16), ((8, 6), 43912), ((12, 0), 43912)):
-        assert counts_best(most, MAX_K, 4, 128, capability)
-        assert not counts_best(most + 8, MAX_K, 4, 128, capability)
-        assert best_bytes(most, 4, 128) <= shared_bytes_of(capability)
-    assert counts_best(8, 1, 16, 256, (8, 6))
-    for k, group in ((MAX_K + 1, 4), (MAX_K, 17)):
-        assert not counts_best(8, k, group, 128, (9, 0))
-
-
-def test_a_block_keeps_its_pages_where_they_fit() -> None:
-    half_a_million, a_million = 1 << 16, 1 << 17
-    for width, cluster, group in ((half_a_million, 4, 8), (a_million, 8, 4)):
-        assert kept_pages_of(width, cluster, group, (9, 0)) == width // cluster
-        assert kept_pages_of(width, cluster, group, (12, 0)) == 0
-        assert kept_pages_of(width // 2, cluster, group, (12, 0)) == width // 2 // cluster
-        assert kept_pages_of(width // 2, cluster, group, (8, 9)) == 0
-    assert kept_pages_of(2 * a_million, 8, 4, (9, 0)) == 0
 
 
 GROUPS, HEAD_SIZES_TRIED = (1, 5, 8, 12, 16), (32, 80, 128, 256)

@@ -54,20 +54,6 @@ def test_is_score_select_and_attend():
     torch.testing.assert_close(decode(batch, query), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_scores_that_a_batch_has_are_those_that_select():
-    batch = make_batch([700, 129, 1000], HEADS, SIZE)
-    query = query_of(batch)
-    grouped = query.unflatten(1, (HEADS, GROUP))
-    scores = score_pages(grouped, batch.statistics, batch.block_table, batch.num_pages, 0.75)
-    assert torch.equal(decode(batch, query, scores=scores), decode(batch, query))
-    worst = select_pages(-scores, batch.num_pages, 8, 1, 1)
-    expected = attend_pages(batch.tokens(grouped), batch.cache, worst, SOFTMAX)
-    torch.testing.assert_close(decode(batch, query, scores=-scores), expected, atol=1e-2, rtol=1e-2)
-    for wrong in (scores[:2], scores[:, :, 1:]):
-        with pytest.raises(ValueError, match="scores: got"):
-            decode(batch, query, scores=wrong)
-
-
 @pytest.mark.parametrize("statistics", [True, False])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_each_request_reads_its_own_budget(statistics, queries):

@@ -13,13 +13,11 @@ from vllm_sparse_plugin.attention.cuda import builder as builder_module
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.policies import EveryPage
-from vllm_sparse_plugin.requests.limits import StepLimits
+from vllm_sparse_plugin.requests.limits import StepBudgets
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, BLOCK = 2, 4, 64, 64
 """Groups and heads of the test model, whose kernels other tests compile."""
-COVERED = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}, "min_context_tokens": 0}
-"""Settings with a coverage."""
 BUDGET = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 SCALE = 0.2
 
@@ -48,16 +46,10 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
     )
 
 
-def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepLimits:
-    """The limits of a server with requests that have these arguments."""
+def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepBudgets:
+    """The budgets of a server with requests that have these arguments."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
-    return StepLimits(config, asking(*arguments), 16, torch.device("cpu"))
-
-
-def limits_of_mixed_requests(config: ResolvedConfig) -> StepLimits:
-    """The limits of requests with the settings' coverage, a budget, dense attention and another coverage."""
-    requests = asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9})
-    return StepLimits(config, requests, 16, torch.device("cpu"))
+    return StepBudgets(config, asking(*arguments), 16, torch.device("cpu"))
 
 
 def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:

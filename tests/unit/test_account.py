@@ -146,7 +146,6 @@ def test_what_kernels_count_is_a_share_of_what_is_kept():
 @pytest.mark.parametrize(
     ("preset", "settings", "counted"),
     [
-        ("unique", {"selection": {"coverage": 0.9}}, Counted(0.25)),
         ("art", {"min_context_tokens": 2048}, Counted(0.25)),
         ("sinkrouter", {"min_context_tokens": 2048}, Counted(skipped=0.5)),
     ],
@@ -162,18 +161,10 @@ def test_a_count_is_not_of_tokens_that_read_everything(preset, settings, counted
     assert alone < 1
 
 
-def test_contexts_within_the_least_pages_of_a_coverage_are_read_whole():
-    keys = model("unique", {"selection": {"coverage": 0.9, "min_budget_tokens": 512}, "min_context_tokens": 0})
-    assert keys.shares(512 + 6, 1, Counted(0.25)).read == 1
-    assert keys.shares(512 + 7, 1, Counted(0.25)).read == 0.25
-
-
 def test_what_lengths_tell_of_each_backend():
     unknown = {name for name, preset in BACKENDS.items() if not model(preset).by_length}
     assert unknown == {"ART", "SINKROUTER"}
-    assert not model("unique", {"selection": {"coverage": 0.9}}).by_length
     assert not model("unique", {"stopping": {}}).by_length
-    assert model("lossless", {"selection": {"coverage": 0.9}}).by_length
     assert model(None).by_length
 
 
@@ -274,17 +265,6 @@ def test_keys_of_kernels_count_the_positions_of_their_own_steps(published):
             counts.step()
     steps = live.COUNTED_STEPS
     assert published["vllm_sparse_kv_read_share"] == (2 * steps * 512, steps * (4096 + 1024))
-
-
-def test_a_request_that_covers_a_share_is_kept_and_not_taken_to_read_everything(published):
-    """Of two requests beside compaction, the second one asks for a coverage; lengths do not tell what it reads."""
-    config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}, "min_context_tokens": 0}, "unique")
-    reads = live.ContextReads(keys_of_layer(config, config.compaction.retention(), BLOCK))
-    budgets, covers = np.array([32, 1 << 30]), np.array([False, True])
-    for _ in range(live.COUNTED_STEPS):
-        reads.step(step([1024, 1024]), 1, budgets, None, np.array([3072, 1024]), covers)
-    assert published["vllm_sparse_kv_read_share"] == (256, 4096)
-    assert published["vllm_sparse_kept_share"] == (2048, 4096 + 2048)
 
 
 def test_every_backend_has_an_account():

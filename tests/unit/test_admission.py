@@ -238,19 +238,12 @@ def test_a_cache_that_the_checkpoint_declares_is_checked_as_one_that_the_user_na
     assert explicit.cache_config.cache_dtype == "bfloat16"
     plain = engine_config(model, attention_backend=None)
     assert plain.cache_config.cache_dtype == "auto"
-    # A user's block size, and a coverage, are checked only on a GPU.
+    # A user's block size is checked only on a GPU.
     on_cuda(monkeypatch)
-    for given, expected in (
-        ({"block_size": 32}, r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"),
-        (
-            {"additional_config": settings(coverage=0.9)},
-            r"^sparse_attention.selection.coverage: got 0.9 with a KV cache",
-        ),
-    ):
-        config = engine_config(model, kv_cache_dtype="bfloat16", **given)
-        config.cache_config.cache_dtype = "auto"
-        with pytest.raises(ConfigurationError, match=expected):
-            admit(config, BACKENDS)
+    config = engine_config(model, kv_cache_dtype="bfloat16", block_size=32)
+    config.cache_config.cache_dtype = "auto"
+    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"):
+        admit(config, BACKENDS)
 
 
 def test_refusals_name_the_chosen_backend(folder):

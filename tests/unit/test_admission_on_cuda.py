@@ -143,18 +143,6 @@ def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
     admit(config, BACKENDS)
 
 
-def test_a_coverage_needs_a_cache_of_16_bits(folder, monkeypatch):
-    field = "sparse_attention.selection.coverage: got 0.9"
-    plain = engine_config(folder(head_dim=64), additional_config=settings(coverage=0.9))
-    admit(plain, BACKENDS)
-    on_cuda(monkeypatch)
-    admit(plain, BACKENDS)
-    plain.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigurationError) as caught:
-        admit(plain, BACKENDS)
-    assert str(caught.value) == f"{field} with a KV cache of 8 bits, {UNIQUE}null"
-
-
 def test_refused_on_an_old_gpu(folder, monkeypatch):
     config = engine_config(folder(head_dim=64))
     on_cuda(monkeypatch, (7, 5))

@@ -225,7 +225,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(policy, name, field, en
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 def test_both_ends_of_a_range_are_accepted(policy, name, field):
     # Other requirements on the budget have separate tests.
-    others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) and name != "coverage" else {}
+    others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) else {}
     preset = "art" if name == "dense_sink_pages" else "unique"
     for value in bounds(field):
         if name in ("shortest", "longest"):

@@ -16,7 +16,7 @@ ALLOWED_TOP = (
 )
 ALLOWED_UNIQUE = (
     "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, anchor_layers, anchor_heads, fingerprint, "
-    "lambda, coverage, min_budget_tokens, max_budget_tokens or refined"
+    "lambda or refined"
 )
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
@@ -71,9 +71,9 @@ BAD = {
         {"selection": {"policy": "dense", "budget_tokens": 512}},
         "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
     ),
-    "coverage by statistics that do not say what a page weighs": (
-        {"selection": {"coverage": 0.9, "statistics": "int8"}},
-        "sparse_attention.selection.coverage: got 0.9 with statistics 'int8', allowed: quarters or sketch",
+    "share of the weight in place of a budget": (
+        {"selection": {"coverage": 0.9}},
+        f"sparse_attention.selection.coverage: unknown key, allowed: {ALLOWED_UNIQUE}",
     ),
     "share of refined pages for statistics of one level": (
         {"selection": {"refined": 0.5}},
@@ -90,14 +90,6 @@ BAD = {
     "budget above what two levels refine": (
         {"selection": {"budget_tokens": 8200, "statistics": "leveled_quarters"}},
         "sparse_attention.selection.budget_tokens: got 8200 with statistics 'leveled_quarters', allowed: up to 8192",
-    ),
-    "coverage by two levels": (
-        {"selection": {"coverage": 0.9, "statistics": "leveled_quarters"}},
-        "sparse_attention.selection.coverage: got 0.9 with statistics 'leveled_quarters', allowed: quarters or sketch",
-    ),
-    "part of a page under a coverage": (
-        {"selection": {"min_budget_tokens": 12}},
-        "sparse_attention.selection.min_budget_tokens: got 12, allowed: a multiple of page_size (8)",
     ),
     "unknown policy": (
         {"selection": {"policy": "h2o"}},

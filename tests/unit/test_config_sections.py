@@ -109,15 +109,6 @@ def test_budgets_of_compaction_replace_each_other_by_source(tmp_path):
     assert resolve({"compaction": {"budget_ratio": None}}, "snapkv").compaction.budget_tokens == 1024
 
 
-def test_a_budget_and_a_coverage_replace_each_other_by_source(tmp_path):
-    file = write(tmp_path, "selection: {coverage: 0.9, max_budget_tokens: 4096}\n")
-    covering = resolve({"config": file}, "lossless")
-    assert (covering.coverage, covering.selection.max_budget_tokens) == (0.9, 4096)
-    again = resolve({"config": file, "selection": {"budget_tokens": 256}}, "lossless")
-    assert (again.coverage, again.selection.budget_tokens) == (None, 256)
-    assert resolve({"selection": {"coverage": None}}, "lossless").selection.budget_tokens == 2048
-
-
 def test_the_compaction_of_streaming_llm_keeps_the_window_of_the_policy(tmp_path):
     """One setting determines what decode steps read and what the cache keeps."""
     settings = {"selection": {"budget_tokens": 256, "sink_pages": 2, "page_size": 16}, "min_context_tokens": 4096}
@@ -214,11 +205,6 @@ POINTLESS = {
         "min_context_tokens: got 4096 with decode steps that read the whole cache, allowed: none, or "
         "prefill.min_context_tokens",
     ),
-    "budget beside a coverage": (
-        "unique", {"selection": {"budget_tokens": 512, "coverage": 0.9}},
-        "selection.budget_tokens: got a value beside selection.coverage 0.9, allowed: one of the two; "
-        "max_budget_tokens limits a coverage",
-    ),
     "shortest context of a threshold": (
         "sinkrouter", {"routing": {"shortest": 16}},
         "routing.shortest: got a value with a threshold, allowed: none, or with a cubic: a threshold is the same "
@@ -241,10 +227,6 @@ POINTLESS = {
     "log of requests that read everything": (
         "dense", {"diagnostics": {"log_requests": True}},
         "diagnostics.log_requests: got true with policy dense, where no request has a line, allowed: false",
-    ),
-    "log of requests under a coverage": (
-        "unique", {"diagnostics": {"log_requests": True}, "selection": {"coverage": 0.9}},
-        "diagnostics.log_requests: got true with a coverage, where no request has a line, allowed: false",
     ),
     "log of requests that stop": (
         "art", {"diagnostics": {"log_requests": True}},

@@ -40,7 +40,6 @@ CONTENTS = {
     "sparse prefill of another density": {"prefill": {"method": "blocks", "density": 0.2}},
     "sparse prefill before dense decode": {"backend": "dense", "prefill": {"method": "blocks"}},
     "another budget": {"selection": {"budget_tokens": 256}},
-    "a coverage": {"selection": {"coverage": 0.9}},
     "means without an offset": {"backend": "mean"},
     "a dense layer": {"first_dense_layers": 1},
     "another shortest context": {"min_context_tokens": 512},

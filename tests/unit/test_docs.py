@@ -40,9 +40,9 @@ STANDS_FOR = {
     "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
-    "{name}": ("min_budget_tokens", "max_budget_tokens", "density", "tau"),  # and a task of eval
+    "{name}": ("density", "tau"),  # and a task of eval
     "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
-    "{given[0]}": ("sparse", "sparse_budget_tokens", "sparse_coverage"),
+    "{given[0]}": ("sparse", "sparse_budget_tokens"),
     "{', '.join(names)}": (),  # arguments of a request, which are refused alone, too
     "{', '.join(reads)}": (),  # the same
     "{', '.join(misplaced)}": (),  # fields of a request that are arguments, or are not known

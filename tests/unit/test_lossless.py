@@ -14,11 +14,6 @@ SHORTEST = {
         {"selection": {"budget_tokens": 10000}, "routing": {"threshold": 0.5}},
         8192,
     ),
-    "the first context that a coverage does not read whole": (
-        {"selection": {"coverage": 0.9, "min_budget_tokens": 10000, "max_budget_tokens": 16384}},
-        10008,
-    ),
-    "no budget beside a coverage": ({"preset": "unique_wide", "selection": {"coverage": 0.9}}, 8192),
 }
 
 
@@ -85,7 +80,6 @@ def test_pages_are_kept_where_every_step_would_choose_some():
     for other, preset, got in (
         ({"routing": {"threshold": 0.5}}, "unique", "a value with routing"),
         ({"stopping": {}}, "unique", "a value with stopping"),
-        ({"selection": {"coverage": 0.9}}, "unique", "a value with selection.coverage"),
         ({}, "streaming_llm", "a value with policy streaming_llm, which scores no pages"),
     ):
         assert refusal(asked | other, preset) == f"sparse_attention.lossless.score_every: got {got}, allowed: none"
@@ -100,7 +94,6 @@ def test_pages_are_kept_where_every_step_would_choose_some():
     [
         ({"lossless": {"score_every": 4}}, 64 + 1),
         ({"lossless": {"score_every": 16, "draft_tokens": 16}}, 64 + 2),
-        ({"lossless": {}, "selection": {"coverage": 0.9}}, 0),
         ({"lossless": {"score_every": 1}}, 0),
         ({"lossless": {"draft_tokens": 1}}, 0),
         ({}, 0),

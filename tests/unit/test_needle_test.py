@@ -89,7 +89,7 @@ def test_rows_come_before_a_table_with_its_totals(needles, tmp_path):
 
 @pytest.mark.parametrize(
     ("backend", "settings"),
-    [("art", {}), ("sinkrouter", {"routing": {"threshold": 0.5}}), ("unique", {"selection": {"coverage": 0.9}})],
+    [("art", {}), ("sinkrouter", {"routing": {"threshold": 0.5}})],
 )
 def test_what_only_a_server_can_count_has_no_share(needles, backend, settings):
     given = json.dumps({"sparse_attention": settings})

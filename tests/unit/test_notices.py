@@ -36,7 +36,6 @@ CASES = {
         "auto",
         ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages; selections of fewer than 64 large "],
     ),
-    "a coverage of large pages": ("unique", {"selection": {"page_size": 32, "coverage": 0.9}}, "auto", []),
     "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", [FEW.format(64)]),
     "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", [LOST]),
     "8-bit cache": ("unique", {}, "fp8", [CACHE]),
@@ -66,7 +65,6 @@ CASES = {
     "1,024 tokens": ("quest", {"selection": {"budget_tokens": 1024}}, "auto", []),
     "1,016 tokens": ("unique", {"selection": {"budget_tokens": 1016}}, "auto", [FEW.format(1016)]),
     "few tokens to draft with": ("lossless", {"selection": {"budget_tokens": 512}}, "auto", []),
-    "few tokens by coverage": ("unique", {"selection": {"coverage": 0.5, "max_budget_tokens": 256}}, "auto", []),
     "three": (
         "quest", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto",
         [LARGE, FEW.format(512), THRESHOLD],

@@ -144,18 +144,6 @@ def test_selections_that_are_read_in_pieces_have_no_copies(case, folder):
     assert "and 0.0 GiB of copies of pages" in line
 
 
-def test_a_coverage_may_read_up_to_its_largest_budget_over_the_bus(folder):
-    host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--context", "131072")
-    settings = {"selection": {"coverage": 0.9, "max_budget_tokens": 8192}}
-    output = run(
-        "--model", str(folder), *SIZES, *host, "--additional-config", json.dumps({"sparse_attention": settings})
-    )
-    # Eight times the budget of the preset.
-    assert "as given: 160.0 GiB of host memory" in output
-    assert "a request adds up to 22.4 ms to a step (no page has a copy), 2.24 ms if nine of ten have one" in output
-    assert rows_of(output)["unique_offload, as given"][1] == "?"
-
-
 def test_buffers_and_statistics_limit_what_the_host_has_room_for(folder):
     small = ("--gpu-memory", "30GiB", "--gpu-memory-utilization", "1", "--weights", "16GiB", "--host-memory", "999GiB")
     # 14 GiB without the buffers are 13 GiB of statistics: 208 GiB of keys and values.
@@ -217,12 +205,6 @@ def test_settings_that_are_given_have_a_row_of_their_own(folder):
     assert next(iter(rows)) == "unique, as given"
     assert int(rows["unique, as given"][-1]) > 10 * int(rows["unique"][-1])
     assert next(iter(rows_of(run(*given, "--attention-backend", "quest")))) == "quest, as given"
-    coverage = {"sparse_attention": {"selection": {"coverage": 0.9}}}
-    found = rows_of(run("--model", str(folder), *SIZES, "--additional-config", json.dumps(coverage)))
-    assert found["unique, as given"][1:3] == ["?", "100.0%"]
-    output = run("--model", str(folder), *SIZES, "--additional-config", json.dumps(coverage), "--kv-cache-dtype", "fp8")
-    assert rows_of(output)["unique, as given"][0] == "-"
-    assert "unique, as given is refused: sparse_attention.selection.coverage: got 0.9 with a KV cache of 8 " in output
     with pytest.raises(ConfigurationError, match=r"^sparse_attention\.topk: unknown key"):
         run("--model", str(folder), *SIZES, "--additional-config", '{"sparse_attention": {"topk": 1}}')
 

@@ -20,7 +20,7 @@ import vllm_sparse_plugin
 from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
-from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets
 from vllm_sparse_plugin.requests.limits import RequestedPages
 from vllm_sparse_plugin.requests.protected import ProtectedRanges, protected_ranges
 from vllm_sparse_plugin.requests.rows import BatchRows, building, note
@@ -65,31 +65,18 @@ class EnteredError(Exception):
         (None, None),
         ({}, None),
         ({"forced_token_ids": [1]}, None),
-        ({"sparse_budget_tokens": 24}, (3, 3, 0.0)),
-        ({"sparse_budget_tokens": 1 << 20}, (1 << 17, 1 << 17, 0.0)),
-        ({"sparse": "dense"}, (EVERY_PAGE, EVERY_PAGE, 0.0)),
-        ({"sparse_coverage": 0.99}, (16, 1024, 0.99)),
-        ({"sparse_coverage": 1}, (16, 1024, 1.0)),
+        ({"sparse_budget_tokens": 24}, 3),
+        ({"sparse_budget_tokens": 1 << 20}, 1 << 17),
+        ({"sparse": "dense"}, EVERY_PAGE),
     ],
 )
 def test_arguments_become_pages(arguments, pages):
     assert pages_of_request(arguments, resolve(None, "unique")) == pages
 
 
-def test_the_settings_limit_a_coverage_and_give_those_who_say_nothing_one():
-    selection = {"coverage": 0.9, "min_budget_tokens": 64, "max_budget_tokens": 640}
-    config = resolve({"selection": selection}, "unique")
-    assert config.selector.pages_read == (8, 80, 0.9)
-    assert pages_of_request({"sparse_coverage": 0.5}, config) == (8, 80, 0.5)
-    assert pages_of_request({"sparse_budget_tokens": 64}, config) == (8, 8, 0.0)
-    # Pages that are always read fit into the smallest number.
-    wide = resolve({"selection": {"sink_pages": 30}}, "unique")
-    assert pages_of_request({"sparse_coverage": 0.5}, wide).least == 32
-
-
 def test_a_dense_request_would_read_everything_over_the_bus():
     config = resolve(None, "unique_offload")
-    assert pages_of_request({"sparse": "dense"}, config) == (EVERY_PAGE, EVERY_PAGE, 0.0)
+    assert pages_of_request({"sparse": "dense"}, config) == EVERY_PAGE
     expected = "sparse: got dense with offload in the settings of the server, allowed on a GPU: none"
     with pytest.raises(ValueError, match=re.escape(expected)):
         pages_of_request({"sparse": "dense"}, config, on_gpu=True)
@@ -112,28 +99,14 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
             "unique", {}, {"sparse": "dense", "sparse_budget_tokens": 512},
             "sparse, sparse_budget_tokens: got all of them, allowed: one in a request",
         ),
-        ("unique", {}, {"sparse_coverage": 1.5}, "sparse_coverage: got 1.5, allowed: from 0.01 to 1"),
-        ("unique", {}, {"sparse_coverage": True}, "sparse_coverage: got True, allowed: from 0.01 to 1"),
-        ("unique", {}, {"sparse_coverage": "0.9"}, "sparse_coverage: got '0.9', allowed: from 0.01 to 1"),
         (
-            "quest", {}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
-        ),
-        (
-            "unique_paper", {}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
-        ),
-        (
-            "unique", {"selection": {"statistics": "leveled_quarters"}}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
+            "unique", {}, {"sparse_coverage": 0.9},
+            "sparse_coverage: unknown argument (did you mean 'sparse_protect'?), allowed: sparse, "
+            "sparse_budget_tokens or sparse_protect",
         ),
         (
             "unique", {"selection": {"statistics": "leveled_quarters"}}, {"sparse_budget_tokens": 8200},
             "sparse_budget_tokens: got 8200, allowed: a multiple of page_size (8), from 24 to 8192",
-        ),
-        (
-            "unique", {"stopping": {}}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9 with stopping, allowed: none",
         ),
         (
             "dense", {}, {"sparse_budget_tokens": 512},
@@ -158,12 +131,12 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
         (
             "unique", {}, {"sparse_budget": 512},
             "sparse_budget: unknown argument (did you mean 'sparse_budget_tokens'?), allowed: sparse, "
-            "sparse_budget_tokens, sparse_coverage or sparse_protect",
+            "sparse_budget_tokens or sparse_protect",
         ),
         (
             "dense", {}, {"sparse_budget_tokens": None, "sparsely": None},
-            "sparsely: unknown argument (did you mean 'sparse'?), allowed: sparse, sparse_budget_tokens, "
-            "sparse_coverage or sparse_protect",
+            "sparsely: unknown argument (did you mean 'sparse'?), allowed: sparse, sparse_budget_tokens or "
+            "sparse_protect",
         ),
         ("unique", {}, {"sparse_protect": "0:9"}, "sparse_protect: got '0:9' without compaction, allowed: none"),
         (
@@ -237,7 +210,7 @@ def test_protection_stands_beside_a_budget_and_separates_no_blocks():
     both = {"sparse_protect": "0:9,9:20,25:30", "sparse_budget_tokens": 24}
     enter(engine, SamplingParams(extra_args=both))
     config = resolve({"selection": {"policy": "unique"}}, "snapkv")
-    assert pages_of_request(both, config) == (3, 3, 0.0)
+    assert pages_of_request(both, config) == 3
     assert protected_ranges(both, config, 32) == (range(9), range(9, 20), range(25, 30))
     assert protected_ranges({"other": 1}, config, 32) == protected_ranges(None, config, 32) == ()
     # Blocks are hashed as long as they hold what dense attention has written.
@@ -282,7 +255,7 @@ def test_a_stream_of_inputs_is_refused_where_the_drafts_behind_its_end_would_cou
     enter(engine, SamplingParams(), resumable=True)
 
 
-@pytest.mark.parametrize("reads", [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_coverage": 0.5}])
+@pytest.mark.parametrize("reads", [{"sparse": "dense"}, {"sparse_budget_tokens": 24}])
 def test_a_stream_of_inputs_reads_what_the_settings_say(reads):
     """Its blocks have one salt. A later input with another budget would leave its tokens to requests that read more."""
     engine = engine_config("unique")
@@ -341,9 +314,9 @@ def hashed_with(
 
 def test_requests_that_read_the_same_share_their_blocks_and_no_others():
     usual = engine_config("unique", {"selection": {"budget_tokens": 64}})
-    kinds = [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_budget_tokens": 32}, {"sparse_coverage": 0.5}]
+    kinds = [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_budget_tokens": 32}]
     salts = [hashed_with(usual, kind) for kind in kinds]
-    assert len({None, *salts}) == 5
+    assert len({None, *salts}) == 4
     assert salts == [hashed_with(usual, kind | {"other": 1}) for kind in kinds]
     for same in (None, {}, {"other": 1}, {"sparse_budget_tokens": 64}, {"sparse_budget_tokens": 63}):
         assert hashed_with(usual, same) is None
@@ -434,12 +407,6 @@ def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
         ({}, {"sparse_budget_tokens": 8200}, "a multiple of page_size (8), from 24 to 8192"),
         ({"page_size": 16}, {"sparse_budget_tokens": 16392}, "a multiple of page_size (16), from 48 to 16384"),
         ({"budget_tokens": 9000}, {"sparse_budget_tokens": 9008}, "a multiple of page_size (8), from 24 to 9000"),
-        (
-            {"coverage": 0.9, "max_budget_tokens": 16384},
-            {"sparse_budget_tokens": 16392},
-            "a multiple of page_size (8), from 24 to 16384",
-        ),
-        ({}, {"sparse_coverage": 0.9}, "none unless the server has a coverage"),
     ],
 )
 def test_a_gpu_has_room_for_so_many_pages(monkeypatch, settings, arguments, allowed):
@@ -449,11 +416,9 @@ def test_a_gpu_has_room_for_so_many_pages(monkeypatch, settings, arguments, allo
     ((name, got),) = arguments.items()
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: got {got}, allowed on a GPU: {allowed}')}$"):
         check.check_request(engine, arguments)
-    most = int(allowed.rsplit(" ", 1)[-1]) if name == "sparse_budget_tokens" else 8192
+    most = int(allowed.rsplit(" ", 1)[-1])
     for good in ({"sparse_budget_tokens": most}, {"sparse": "dense"}):
         check.check_request(engine, good)
-    if "coverage" in settings:
-        check.check_request(engine, {"sparse_coverage": 0.99})
 
 
 @pytest.mark.parametrize(
@@ -474,30 +439,21 @@ def test_budgets_are_there_where_a_request_may_have_one(backend, settings, takes
     config = resolve(settings, backend)
     assert takes_budgets(config) == takes
     if takes:
-        assert pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True) == (64, 64, 0.0)
+        assert pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True) == 64
     else:
         with pytest.raises(ValueError, match="sparse_budget_tokens: got 512"):
             pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True)
 
 
-@pytest.mark.parametrize("beside", [{"lossless": {}}, {"compaction": {"method": "streaming_llm"}}, {}])
-def test_rows_have_room_for_a_coverage_where_requests_have_no_budgets(beside):
-    covering = resolve({"selection": {"coverage": 0.9}, **beside}, "unique")
-    assert takes_budgets(covering) == (not beside)
-    assert varies_pages(covering)
-    assert varies_pages(resolve(beside, "unique")) == (not beside)
-
-
-def test_a_worker_does_not_remember_every_coverage_that_clients_have_named():
+def test_a_worker_does_not_remember_everything_that_clients_have_asked_for():
     runner = type("Runner", (), {})()
     runner.input_batch = SimpleNamespace(num_reqs=1, req_ids=["a"])
     config, step = resolve(None, "unique"), SimpleNamespace(num_reqs=1)
     requested = RequestedPages(config, BatchRows(runner), on_gpu=False)
-    for number in range(3000):
-        share = 0.1 + number / 10000
-        params = SimpleNamespace(extra_args={"sparse_coverage": share})
+    for pages in range(3, 3000):
+        params = SimpleNamespace(extra_args={"sparse_budget_tokens": 8 * pages})
         runner.requests = {"a": SimpleNamespace(sampling_params=params)}
-        assert requested.of_step(step) == [config.selection.covering(share)]
+        assert requested.of_step(step) == [pages]
     assert len(requested._known) <= 1024
 
 

@@ -36,7 +36,7 @@ from vllm_sparse_plugin.metrics.live import (
 )
 from vllm_sparse_plugin.policies import EveryPage, Selection, reads_selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
-from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, takes_budgets
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LayerPlan:
     routing: GroupRouting | None = None
     """The routing that skips KV groups; None for none."""
     counters: torch.Tensor | None = None
-    """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; None without stopping and coverage."""
+    """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; None without stopping."""
     prefill: PrefillPlan | None = None
     """Sparse prefill; None for dense prefill."""
     offloads: bool = False
@@ -208,7 +208,7 @@ def plan_layers(
             anchor=anchors.get(name),
             anchor_heads=heads.get(name),
             is_anchor=name in anchors.values(),
-            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and varies_pages(sparse) else None,
+            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and takes_budgets(sparse) else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),
@@ -327,17 +327,15 @@ def _prefill_of(
 def _counts_of_reads(
     selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> DeviceCounts | None:
-    """Returns the counts of reads under stopping or a coverage; None without either."""
-    if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
+    """Returns the counts of reads under stopping; None without."""
+    if not selecting or sparse.stop_rule is None:
         return None
-    # A coverage has no test intervals.
-    metrics = READS if sparse.stop_rule is not None else READS[1:]
-    return DeviceCounts(numbered_heads(selecting, vllm_config), metrics, 4, device)
+    return DeviceCounts(numbered_heads(selecting, vllm_config), READS, 4, device)
 
 
 def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_size: int) -> ContextReads | None:
     """Returns counts of keys read and kept by lengths; None if all are read and kept, or lengths do not tell."""
-    by_length = sparse.stop_rule is None and sparse.coverage is None
+    by_length = sparse.stop_rule is None
     if sparse.compaction is None and (sparse.selector is None or not by_length):
         return None
     return ContextReads(keys_of_layer(sparse, retention, block_size), by_length)

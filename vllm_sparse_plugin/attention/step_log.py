@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from itertools import zip_longest
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,16 +23,9 @@ class StepLog:
         self._log = request_log.of_runner(runner) if logs and runner is not None else None
         self._rows = rows.current_if_any()
 
-    def of(self, common: CommonAttentionMetadata, covers: Iterable[bool] = ()) -> LogOfStep | None:
-        """Returns a function that logs the reads of a step; None if requests are not logged, or not on this worker.
-
-        Args:
-            common: the step.
-            covers: per row, whether a coverage decides how much it reads. Such rows are not logged, because lengths do
-                not give their reads. Rows beyond the end have no coverage.
-        """
+    def of(self, common: CommonAttentionMetadata) -> LogOfStep | None:
+        """Returns a function that logs the reads of a step; None if requests are not logged, or not on this worker."""
         if self._log is None or self._rows is None:
             return None
         names = [None if row is None else row.request_id for row in self._rows.of(common)]
-        names = [None if unknown else name for name, unknown in zip_longest(names, covers, fillvalue=None)]
         return partial(self._log.add, names)

@@ -89,7 +89,7 @@ def keys_of_layer(
     if not reads_selection(selector) or not selects:
         return LayerKeys(retention, block_size)
     shortest = config.config.min_context_tokens
-    return LayerKeys(retention, block_size, selector.page_size, selector.pages_read.most, shortest - 1)
+    return LayerKeys(retention, block_size, selector.page_size, selector.budget_pages, shortest - 1)
 
 
 class Shares(NamedTuple):
@@ -132,10 +132,8 @@ class ModelKeys:
     def by_length(self) -> bool:
         """Whether lengths alone tell what decode steps read; else `shares` needs what kernels have counted."""
         config = self.config
-        # Drafts alone are routed, stop, or cover in lossless mode.
-        return config is None or config.lossless is not None or not (
-            config.routing or config.stop_rule or config.coverage is not None
-        )  # fmt: skip
+        # Drafts alone are routed or stop in lossless mode.
+        return config is None or config.lossless is not None or not (config.routing or config.stop_rule)
 
     def shares(self, prompt_tokens: int, decoded_tokens: int = 1, counted: Counted | None = None) -> Shares:
         """Returns what the decode steps of a request read and keep, together.
@@ -171,7 +169,7 @@ class ModelKeys:
             # Kernels count no token that reads all that is kept.
             sparse = keeps >= shortest
             if selects and counted.read is not None and selector is not None:
-                varies = sparse & (keeps // selector.page_size > selector.pages_read.least)
+                varies = sparse & (keeps // selector.page_size > selector.budget_pages)
                 reads = np.where(varies, counted.read * keeps, reads)
             attending = np.ones(len(contexts))
             if config.routing is not None and layer >= config.routing.dense_layers and config.lossless is None:

@@ -78,7 +78,7 @@ def check_effects(resolved: ResolvedConfig) -> None:
     """
     config, policy, expect = resolved.config, resolved.selection.name(), _expectation(resolved.sources)
     prefill, compaction, routing = resolved.prefill, resolved.compaction, resolved.routing
-    diagnostics, coverage = config.diagnostics, resolved.coverage
+    diagnostics = config.diagnostics
     # Without these sections nothing is sparse. Such a configuration serves as the dense baseline.
     is_control = prefill is None and compaction is None and routing is None
     others = ["0"]
@@ -93,12 +93,10 @@ def check_effects(resolved: ResolvedConfig) -> None:
     expect(resolved.is_sparse or is_control or config.min_context_tokens == default, f"{KEY}.min_context_tokens",
            f"{config.min_context_tokens} with decode steps that read the whole cache",
            f"none, or {section}.min_context_tokens")  # fmt: skip
-    expect(coverage is None, f"{KEY}.selection.budget_tokens", f"a value beside selection.coverage {coverage}",
-           "one of the two; max_budget_tokens limits a coverage")  # fmt: skip
     for section in ("routing", "stopping", "compaction"):
         # A skipped group chooses no pages, and a page has other tokens in each layer after compaction.
         expect(getattr(config, section) is None, f"{KEY}.selection.anchor_layers", f"a value with {section}", "none")
-    beside = {"routing": routing, "stopping": config.stopping, "selection.coverage": coverage}
+    beside = {"routing": routing, "stopping": config.stopping}
     for name, value in beside.items():
         expect(value is None, f"{KEY}.lossless.score_every", f"a value with {name}", "none")
     several = config.lossless is None or config.lossless.draft_tokens > 1
@@ -148,8 +146,6 @@ def _against_logs(resolved: ResolvedConfig) -> str | None:
         return "lossless mode"
     if resolved.config.stopping is not None:
         return "stopping"
-    if resolved.coverage is not None:
-        return "a coverage"
     return f"policy {resolved.selection.name()}" if resolved.selector is None else None
 
 

@@ -125,7 +125,6 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
 }
 """Fields of the sections, by the keys that a user writes."""
 REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
-    "selection": (("coverage", "budget_tokens"), ("budget_tokens", "coverage")),
     "routing": (
         ("threshold", "cubic"), ("threshold", "shortest"), ("threshold", "longest"), ("cubic", "threshold"),
     ),
@@ -223,11 +222,6 @@ class ResolvedConfig:
         return stopping.rule(selector) if stopping and selector else None
 
     @property
-    def coverage(self) -> float | None:
-        """Estimated share of the attention weight that decode steps read; None with a budget."""
-        return self.selection.coverage if isinstance(self.selection, UniqueSelection) else None
-
-    @property
     def anchor_layers(self) -> int | tuple[int, ...]:
         """The layers that choose pages: every how manyth, or their indices; 1 if each layer chooses."""
         alone = self.routing is None and self.compaction is None and self.config.stopping is None
@@ -272,9 +266,9 @@ class ResolvedConfig:
             return None
         shortest = max(lossless.min_context_tokens, self.config.min_context_tokens)
         if selector is not None and self.routing is None:
-            shortest = max(shortest, (selector.pages_read.least + 1) * selector.page_size)
-        # A skipped group chooses no pages. A stop or a coverage decides for one token alone.
-        alone = self.routing is None and self.config.stopping is None and self.coverage is None
+            shortest = max(shortest, (selector.budget_pages + 1) * selector.page_size)
+        # A skipped group chooses no pages. A stop decides for one token alone.
+        alone = self.routing is None and self.config.stopping is None
         alone = alone and isinstance(self.selection, ScoredSelection)
         return DraftRule(
             lossless.draft_tokens, shortest, lossless.draft_length == "adaptive", lossless.score_every if alone else 1

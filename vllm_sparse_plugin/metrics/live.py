@@ -25,7 +25,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -298,7 +297,6 @@ class ContextReads:
         budgets: Lengths | None = None,
         log: LogOfStep | None = None,
         left_out: Lengths | None = None,
-        unknown: NDArray[np.bool_] | None = None,
     ) -> None:
         """Runs once per step: adds every `COUNTED_STEPS`-th step to the metrics.
 
@@ -308,8 +306,6 @@ class ContextReads:
             budgets: `[num_requests]`, pages that each request reads; None for those of the settings.
             log: what logs each request; None where nobody asks for it.
             left_out: `[num_requests]`, positions of each that `batch` leaves out; None for none.
-            unknown: `[num_requests]`, requests whose reads do not follow from lengths, or fewer for none at the end;
-                None for none.
         """
         self._steps += 1
         is_counted = self._steps % COUNTED_STEPS == 0
@@ -324,9 +320,6 @@ class ContextReads:
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
         read, read_sparsely, sparse, positions, kept = np.zeros((5, len(lens)), dtype=np.int64)
-        is_known = np.ones(len(lens), dtype=bool)
-        if unknown is not None:
-            is_known[: len(unknown)] = ~unknown[: len(lens)]
         evicts = self.keys.retention is not None
         requested = None if budgets is None else budgets[: len(lens)]
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
@@ -343,7 +336,7 @@ class ContextReads:
             self._positions += int(contexts[selects].sum())
             kept += keeps
             # Layers of other budgets may keep less of a request of which these keep all.
-            counted = is_known & (evicts | (reads < contexts))
+            counted = evicts | (reads < contexts)
             sparse += np.where(counted, contexts, 0)
             read_sparsely += np.where(counted, reads, 0)
         if log is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,15 +19,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
     )
-
-
-class PagesRead(NamedTuple):
-    """How many complete pages a decode step reads per KV head."""
-
-    least: int
-    most: int
-    share: float = 0.0
-    """Estimated share of the attention weight that decides between `least` and `most`; 0 for a fixed budget."""
 
 
 class Policy(Section):
@@ -94,13 +85,8 @@ class Selection(Policy):
         return self.page_size * (self.reserved_pages + 1)
 
     @property
-    def pages_read(self) -> PagesRead:
-        """How many complete pages a decode step reads per KV head. Contexts of up to `least` pages are read whole."""
-        return PagesRead(self.budget_pages, self.budget_pages)
-
-    @property
     def budget_pages(self) -> int:
-        """Complete pages read per KV head in a decode step."""
+        """Complete pages read per KV head in a decode step. Contexts of at most as many are read whole."""
         return self.budget_tokens // self.page_size
 
     def select(

@@ -13,9 +13,7 @@ from vllm_sparse_plugin.policies.base import Selection
 
 if TYPE_CHECKING:
     import torch
-    from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
-    from sparse_kernels.cache import KVCache
-    from sparse_kernels.page_coverage import Limits
+    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 _MOST_LAYERS = _MOST_HEADS = 1024
@@ -108,35 +106,6 @@ class ScoredSelection(Selection):
         budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._select(query, statistics, block_table, num_pages, budgets)[0]
-
-    def select_covering(
-        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, limits: Limits
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the fewest pages that reach an estimated share of the attention weight.
-
-        Args:
-            tokens: the query tokens.
-            cache: keys and statistics.
-            softmax: how logits become weights.
-            limits: the share of each token, and its bounds.
-
-        Returns:
-            Pages in the format of `select`, as many as the largest row needs, and the number of pages of each row,
-            `[num_tokens, num_kv_heads]` int64.
-        """
-        from sparse_kernels.page_coverage import count_pages
-        from sparse_kernels.page_score import score_pages
-        from sparse_kernels.page_topk import select_pages
-
-        assert cache.statistics is not None
-        num_pages, selection = tokens.num_pages(self.page_size), self.page_selection()
-        scores = score_pages(tokens.query, cache.statistics, tokens.block_table, num_pages, self.std_weight)
-        counts = count_pages(tokens, cache, scores, selection, softmax, limits)
-        always = self.sink_pages, self.recent_pages
-        # With routing, all groups may be skipped, and the tensor may be empty.
-        k = max([self.reserved_pages, 1, *counts.flatten().tolist()])
-        pages = select_pages(scores, num_pages, k, *always, counts)
-        return pages, counts.minimum(num_pages[:, None])
 
     def reading_order(
         self,

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from sparse_kernels.limits import MAX_K
 
-from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
@@ -39,14 +38,6 @@ class UniqueSelection(ScoredSelection):
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
     """Weight of the standard deviation in a page's score (lambda in Eq. 3), for `int8`, `fp8` and `bf16`."""
 
-    coverage: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
-    """Replaces `budget_tokens`: read pages until they hold this estimated share of the attention weight; 16-bit cache
-    only."""
-    min_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 128
-    """Smallest number of tokens read under a coverage, also under that of a request."""
-    max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192
-    """Largest number of tokens read under a coverage; `min_budget_tokens` if that is larger."""
-
     refined: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
     """Share of a long context's pages that `leveled_quarters` score whole; null: 0.25."""
 
@@ -66,38 +57,6 @@ class UniqueSelection(ScoredSelection):
                 {"got": self.budget_tokens, "statistics": self.statistics, "most": MAX_K * self.page_size},
             )
         return self
-
-    @model_validator(mode="after")
-    def _coverage_has_an_estimate(self) -> Self:
-        for name in ("min_budget_tokens", "max_budget_tokens"):
-            got = getattr(self, name)
-            if got % self.page_size:
-                raise PydanticCustomError(
-                    "sentence",
-                    "{name}: got {got}, allowed: a multiple of page_size ({page_size})",
-                    {"name": name, "got": got, "page_size": self.page_size},
-                )
-        if self.coverage is not None and not self.estimates_weight:
-            raise PydanticCustomError(
-                "sentence",
-                "coverage: got {coverage} with statistics '{statistics}', allowed: quarters or sketch",
-                {"coverage": self.coverage, "statistics": self.statistics},
-            )
-        return self
-
-    @property
-    def estimates_weight(self) -> bool:
-        """Whether the statistics of a 16-bit cache estimate the attention weight of a page."""
-        return self.statistics_in(2) in CODES[:2]
-
-    def covering(self, share: float) -> PagesRead:
-        """Returns the limits for a coverage."""
-        least = max(self.min_budget_tokens, self.least_budget_tokens) // self.page_size
-        return PagesRead(least, max(least, self.max_budget_tokens // self.page_size), share)
-
-    @property
-    def pages_read(self) -> PagesRead:
-        return super().pages_read if self.coverage is None else self.covering(self.coverage)
 
     @property
     def std_weight(self) -> float:

@@ -9,10 +9,9 @@ from sparse_kernels.limits import MAX_K
 
 from vllm_sparse_plugin.config.schema import ResolvedConfig
 from vllm_sparse_plugin.policies import Selection, UniqueSelection
-from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.unique import LEVELED
 
-DENSE, BUDGET, COVERAGE = READS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
+DENSE, BUDGET = READS = ("sparse", "sparse_budget_tokens")
 """The arguments that say what decode steps read."""
 PROTECT = "sparse_protect"
 """The argument that says which tokens compaction keeps, see `protected`."""
@@ -30,28 +29,19 @@ def takes_budgets(config: ResolvedConfig) -> bool:
     return config.lossless is None and _against_budgets(config) is None
 
 
-def varies_pages(config: ResolvedConfig) -> bool:
-    """Returns whether rows of a step may read another number of pages than the budget of the settings.
-
-    Two settings vary it: budgets of requests, and a coverage. A coverage also works in lossless mode and with a
-    compaction that slides; budgets of requests do not.
-    """
-    return takes_budgets(config) or config.coverage is not None
-
-
 def most_pages_on_gpu(selection: Selection) -> int:
     """Returns the most complete pages that a row may read on a GPU.
 
     Launches are the same for all rows, and have room for this many pages. A larger budget of the settings takes other
     launches for all requests.
     """
-    return max(MAX_K, selection.budget_pages, selection.pages_read.most)
+    return max(MAX_K, selection.budget_pages)
 
 
 def largest_selection(config: ResolvedConfig) -> int:
     """Returns the complete pages that a GPU launch has room for, if the settings select pages."""
     assert isinstance(config.selector, Selection)
-    return most_pages_on_gpu(config.selector) if varies_pages(config) else config.selector.budget_pages
+    return most_pages_on_gpu(config.selector) if takes_budgets(config) else config.selector.budget_pages
 
 
 def kept_page_bytes(config: ResolvedConfig, heads: int, requests: int) -> int:
@@ -75,9 +65,7 @@ def kept_pages(config: ResolvedConfig) -> int:
     return selector.budget_pages + rule.next_pages(selector.page_size)
 
 
-def pages_of_request(
-    arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False
-) -> PagesRead | None:
+def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False) -> int | None:
     """Returns the complete pages that a decode step of a request reads per KV head; None to follow the settings.
 
     Args:
@@ -102,12 +90,7 @@ def pages_of_request(
         raise ValueError(f"{name}: got {got!r:.80} with {against}, allowed: none")
     selection = config.selection
     assert isinstance(selection, Selection)
-    if name == BUDGET:
-        return _budget(got, selection, on_gpu)
-    if on_gpu and config.coverage is None:
-        # Every step would need the launches of a coverage.
-        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none unless the server has a coverage")
-    return _coverage(got, selection)
+    return _budget(got, selection, on_gpu)
 
 
 def _against_budgets(config: ResolvedConfig) -> str | None:
@@ -124,7 +107,7 @@ def _against_budgets(config: ResolvedConfig) -> str | None:
     return None
 
 
-def _dense(got: Any, config: ResolvedConfig, on_gpu: bool) -> PagesRead:
+def _dense(got: Any, config: ResolvedConfig, on_gpu: bool) -> int:
     if got != "dense":
         raise ValueError(f"sparse: got {got!r:.80}, allowed: dense")
     # After sparse prefill or compaction, the blocks of a prompt differ from those of a dense request.
@@ -134,10 +117,10 @@ def _dense(got: Any, config: ResolvedConfig, on_gpu: bool) -> PagesRead:
     if config.offload is not None and on_gpu:
         # Each step would read the whole context over the bus, and all other requests would wait.
         raise ValueError("sparse: got dense with offload in the settings of the server, allowed on a GPU: none")
-    return PagesRead(EVERY_PAGE, EVERY_PAGE)
+    return EVERY_PAGE
 
 
-def _budget(got: Any, selection: Selection, on_gpu: bool) -> PagesRead:
+def _budget(got: Any, selection: Selection, on_gpu: bool) -> int:
     size, least = selection.page_size, selection.least_budget_tokens
     most, where = (most_pages_on_gpu(selection) * size, " on a GPU") if on_gpu else (_MOST_TOKENS, "")
     if isinstance(selection, UniqueSelection) and selection.statistics == LEVELED:
@@ -147,12 +130,4 @@ def _budget(got: Any, selection: Selection, on_gpu: bool) -> PagesRead:
             f"sparse_budget_tokens: got {got!r:.80}, allowed{where}: a multiple of page_size ({size}), from {least} to "
             f"{most}"
         )
-    return PagesRead(got // size, got // size)
-
-
-def _coverage(got: Any, selection: Selection) -> PagesRead:
-    if not isinstance(selection, UniqueSelection) or not selection.estimates_weight:
-        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: policy unique with quarters or a sketch")
-    if type(got) not in (int, float) or not 0.01 <= got <= 1:
-        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: from 0.01 to 1")
-    return selection.covering(float(got))
+    return got // size

@@ -116,10 +116,10 @@ def _other_reads(arguments: Mapping[str, Any] | None, config: ResolvedConfig) ->
     except ValueError:
         # The request passed a frontend without this check. The workers serve it with the settings of the server.
         return None
-    default = config.selector.pages_read if config.selector is not None else None
+    default = config.selector.budget_pages if config.selector is not None else None
     if pages is None or pages == default or not config.is_sparse:
         return None
-    return f"reads {pages.least} to {pages.most} pages, {pages.share!r} of the weight"
+    return f"reads {pages} pages"
 
 
 def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:

@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sparse_kernels.page_coverage import Limits
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, READS, pages_of_request, takes_budgets
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 logger = init_logger(f"vllm.{__name__}")
 _MOST_KNOWN = 1024
-"""Arguments whose reads a worker remembers. Clients may name any number of coverages."""
+"""Arguments whose reads a worker remembers. Clients may name any number of wrong values."""
 
 
 class RequestedPages:
-    """The reads that the requests of a step ask for."""
+    """The complete pages that the requests of a step ask for."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, on_gpu: bool) -> None:
         """Initialises without requests.
@@ -34,10 +32,10 @@ class RequestedPages:
             on_gpu: whether the server runs on a GPU.
         """
         self._config, self._rows, self._on_gpu = config, rows, on_gpu
-        self._known: dict[tuple[Any, ...], PagesRead | None] = {}
+        self._known: dict[tuple[Any, ...], int | None] = {}
 
-    def of_step(self, common: CommonAttentionMetadata) -> list[PagesRead | None]:
-        """Returns the reads that each request of a step asks for, in order; None for a request that asks for nothing.
+    def of_step(self, common: CommonAttentionMetadata) -> list[int | None]:
+        """Returns the pages that each request of a step asks for, in order; None for a request that asks for nothing.
 
         The list is empty if no request asks. Rows that pad the batch are left out.
         """
@@ -46,7 +44,7 @@ class RequestedPages:
         # A dummy run may be smaller than the last batch of the runner.
         return requested[: common.num_reqs] if any(requested) else []
 
-    def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
+    def _look_up(self, arguments: Mapping[str, Any]) -> int | None:
         values = tuple(arguments.get(name) for name in READS)
         key = tuple(map(repr, values))
         if key not in self._known:
@@ -92,57 +90,36 @@ class StepNumbers:
         self._written = wanted
 
 
-class StepLimits:
-    """The number of pages that each request of a step reads, in tensors that CUDA graphs may read."""
+class StepBudgets:
+    """The number of pages that each request of a step reads, in a tensor that CUDA graphs may read."""
 
-    budgets: StepNumbers | None
-    """Complete pages that each request reads; None under a coverage, and if requests cannot set a budget."""
+    numbers: StepNumbers | None = None
+    """Complete pages that each request reads; None if requests cannot set a budget."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, max_requests: int, device: torch.device) -> None:
-        """Allocates the tensors.
+        """Allocates the tensor.
 
         Args:
             config: the settings of the server.
             rows: see `RequestedPages`.
             max_requests: the most requests of a step.
-            device: the device of the tensors.
+            device: the device of the tensor.
         """
         self._requested = RequestedPages(config, rows, on_gpu=True)
-        self._default = PagesRead(EVERY_PAGE, EVERY_PAGE) if config.selector is None else config.selector.pages_read
-        self._limits: tuple[StepNumbers, StepNumbers, StepNumbers] | None = None
-        self.budgets = None
-        if config.selector is not None and config.coverage is not None:
-            read = self._default
-            self._limits = (
-                StepNumbers(read.share, max_requests, torch.float32, device),
-                StepNumbers(read.least, max_requests, torch.int64, device),
-                StepNumbers(read.most, max_requests, torch.int64, device),
-            )
-        elif config.selector is not None and takes_budgets(config):
-            self.budgets = StepNumbers(self._default.most, max_requests, torch.int32, device)
+        self._default = EVERY_PAGE if config.selector is None else config.selector.budget_pages
+        if config.selector is not None and takes_budgets(config):
+            self.numbers = StepNumbers(self._default, max_requests, torch.int32, device)
 
-    def step(self, common: CommonAttentionMetadata) -> Sequence[PagesRead | None]:
-        """Writes the limits of a step's requests; returns the reads that they ask for, see `RequestedPages.of_step`."""
+    def step(self, common: CommonAttentionMetadata) -> Sequence[int | None]:
+        """Writes the budgets of a step's requests; returns what they ask for, see `RequestedPages.of_step`."""
         requested = self._requested.of_step(common)
-        # A request that reads everything attends densely, with any budget.
-        read = [self._default if each is None or each.least >= EVERY_PAGE else each for each in requested]
-        if self.budgets is not None:
-            self.budgets.write([each.most for each in read])
-        if self._limits is not None:
-            share, least, most = self._limits
-            share.write([each.share for each in read])
-            least.write([each.least for each in read])
-            most.write([each.most for each in read])
+        if self.numbers is not None:
+            # A request that reads everything attends densely, with any budget.
+            self.numbers.write([self._default if each in (None, EVERY_PAGE) else each for each in requested])
         return requested
 
-    def of(self, requests: slice) -> Limits | None:
-        """Returns the limits of some of the requests under a coverage; None without a coverage."""
-        if self._limits is None:
-            return None
-        return Limits(*(numbers.tensor[requests] for numbers in self._limits))
-
-    def by_request(self, asked: Sequence[PagesRead | None], num_reqs: int) -> NDArray[np.int64] | None:
-        """Returns the most pages that each request of a step reads, `[num_reqs]`; None if no request asks.
+    def by_request(self, asked: Sequence[int | None], num_reqs: int) -> NDArray[np.int64] | None:
+        """Returns the pages that each request of a step reads, `[num_reqs]`; None if no request asks.
 
         Args:
             asked: the result of `step`.
@@ -150,12 +127,6 @@ class StepLimits:
         """
         if not asked:
             return None
-        pages = np.full(num_reqs, self._default.most, dtype=np.int64)
-        pages[: len(asked)] = [self._default.most if each is None else each.most for each in asked]
+        pages = np.full(num_reqs, self._default, dtype=np.int64)
+        pages[: len(asked)] = [self._default if each is None else each for each in asked]
         return pages
-
-
-def stack_limits(read: Sequence[PagesRead]) -> Limits:
-    """Returns the limits of some requests or tokens as tensors on the host."""
-    least, most, share = zip(*read, strict=True)
-    return Limits(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))

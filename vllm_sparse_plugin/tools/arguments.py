@@ -137,10 +137,6 @@ def expect_selection_alone(config: ResolvedConfig, purpose: str) -> None:
     """
     if config.stop_rule is not None:
         raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null for {purpose}")
-    if config.coverage is not None:
-        raise ConfigurationError(
-            f"{KEY}.selection.coverage: got {config.coverage}, allowed: null for {purpose}, with a budget"
-        )
     if config.routing is not None:
         raise ConfigurationError(f"{KEY}.routing: got thresholds, allowed: null for {purpose}")
     # The policy of that name reads what its compaction keeps.

@@ -6,7 +6,6 @@ A test compares their sizes and offsets with those on the device.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -326,52 +325,12 @@ class RouteParams(ctypes.Structure):
     ]  # fmt: skip
 
 
-class HeadParams(ctypes.Structure):
-    """Logits and sums of single query heads, of a group or a part of it, from a launch of scores."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("logits", _Pointer), ("sums", _Pointer), ("row_stride", _Long), ("group", _Int), ("sink_pages", _Int),
-        ("recent_pages", _Int), ("scale", _Float), ("softcap", _Float),
-    ]  # fmt: skip
-
-    @classmethod
-    def of(
-        cls, logits: torch.Tensor | None, sums: torch.Tensor, part: slice, softmax: Softmax, selection: PageSelection
-    ) -> HeadParams:
-        """Takes the numbers of the heads of a part.
-
-        Args:
-            logits: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous; None if nobody asks.
-            sums: `[num_tokens, num_kv_heads, group_size, chunks, 2]` float32, contiguous.
-            part: the part of the group.
-            softmax: how products become logits.
-            selection: the always-read pages, which the sums leave out.
-        """
-        scale = softmax.scale if softmax.softcap else softmax.scale * math.log2(math.e)
-        of_part = None if logits is None else logits[:, :, part]
-        return cls(
-            pointer(of_part), pointer(sums[:, :, part]), 0 if logits is None else logits.stride(1), sums.shape[2],
-            selection.sink_pages, selection.recent_pages, scale, softmax.softcap,
-        )  # fmt: skip
-
-
 class ScoreParams(ctypes.Structure):
     """Argument of `page_score`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
-        ("scores", _Pointer), ("scores_stride", _Long), ("heads", HeadParams), ("page_size", _Int),
-    ]  # fmt: skip
-
-
-class CountParams(ctypes.Structure):
-    """Argument of `count_pages` and `count_best`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("contexts", ContextParams),
-        ("heads", HeadParams), ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
-        ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long),
-        ("kept_pages", _Int), ("sums_of_head", _Int), ("chunk", _Int), ("page_size", _Int), ("pages_per_block", _Int),
+        ("scores", _Pointer), ("scores_stride", _Long), ("page_size", _Int),
     ]  # fmt: skip
 
 

@@ -404,31 +404,9 @@ struct ScoreBatch {
         for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
     }
 
-    // Loads the 32 pages `page_of(0)`, `page_of(1)` and so on, which have codes.
-    template <typename PageOf>
-    DEVICE void load_listed(const Statistics& head, const int* table, int lane, PageOf page_of) {
-        static_assert(Query::CODES, "there may be a spread");
-#pragma unroll
-        for (int u = 0; u < SCORE_TILES; u++) {
-            int page = page_of(8 * u + lane / 4), block = table[page / PAGES_PER_BLOCK];
-            load_vectors(u, head, block, page, lane % 4);
-            if constexpr (Query::HAS_SCALE) {
-                scales[u] = 0;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    int from = 8 * (lane % 4) + 4 * i, in_block = __shfl_sync(FULL, page, from) % PAGES_PER_BLOCK;
-                    i64 at = __shfl_sync(FULL, block, from) * head.block_stride + 2 * in_block;
-                    scales[u] |= (u32)__ldg((const u16*)((const u8*)head.scales + at)) << 16 * i;
-                }
-            }
-        }
-    }
-
-    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads,
-    // scores)` with the scores of lane (g, t): head g of the tile of heads, pages 2t and 2t+1 of the tile of pages.
-    // Calls `after(u)` when tile u has been scored.
-    template <typename After, typename OfHeads>
-    DEVICE u16 score(const Query& query, int lane, After after, OfHeads of_heads) {
+    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `after(u)` when tile u has been scored.
+    template <typename After>
+    DEVICE u16 score(const Query& query, int lane, After after) {
         u32 best[SCORE_TILES];
 #pragma unroll
         for (int u = 0; u < SCORE_TILES; u++) {
@@ -446,7 +424,6 @@ struct ScoreBatch {
                         scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
                     }
                 }
-                of_heads(u, tile, scores);
                 u32 both = pack_bf16(scores[0], scores[1]);
                 best[u] = tile ? max_or_nan_bf16(best[u], both) : both;
             }
@@ -458,22 +435,15 @@ struct ScoreBatch {
     static DEVICE int place(int lane) { return page_of_lane(lane); }
 };
 
-// For scores without numbers of single heads.
-struct NotByHead {
-    DEVICE void operator()(int, int, const float (&)[2]) const {}
-};
-
 // Scores pages [first, last) of a row with all warps of a thread block. Calls `emit(page, bf16 bits)` for each page.
-// Calls `of_head(page, tile, scores)` with the scores of the lane's head of a tile for pages `page` and `page + 1`,
-// also for spare heads and for pages beyond the last. `first` is a multiple of eight.
+// `first` is a multiple of eight.
 //
 // PIPELINED is for few warps with many registers. It keeps one batch in flight while the previous one is scored, and
 // the block ids of the next. A batch of wide records takes half of the registers, so the next tile is loaded as soon as
 // one has been scored.
-template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit,
-          typename OfHead = NotByHead>
+template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit>
 DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
-                        int first, int last, int warp, int warps, int lane, Emit emit, OfHead of_head = {}) {
+                        int first, int last, int warp, int warps, int lane, Emit emit) {
     using Batch = ScoreBatch<PAGES_PER_BLOCK, RECORD, GROUP, HEAD_SIZE>;
     using Blocks = typename Batch::Blocks;
     constexpr int STEP = 8 * SCORE_TILES;
@@ -487,9 +457,7 @@ DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const
         if (base + stride < last) blocks = Blocks(table, base + stride, last, lane);
     };
     auto score = [&](auto after) {
-        u16 bits = batch.score(query, lane, after, [&](int u, int tile, const float(&scores)[2]) {
-            of_head(base + 8 * u + lane % 4 * 2, tile, scores);
-        });
+        u16 bits = batch.score(query, lane, after);
         int page = base + Batch::place(lane);
         if (page < last) emit(page, bits);
     };

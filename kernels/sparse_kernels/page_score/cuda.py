@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
+from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.cuda.head_parts import parts_of, queries_in_parts
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, LEVELED_FORMAT, kernel
-from sparse_kernels.cuda.params import ContextParams, HeadParams, QueryParams, ScoreParams, StatisticsParams, pointer
+from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
 
 _SOURCE = Path(__file__).with_name("score.cu")
@@ -26,42 +26,6 @@ class Launch(NamedTuple):
     warps: int
     blocks_per_sm: int
     pipelined: bool
-
-
-class HeadWeights(NamedTuple):
-    """What single query heads have of each page, for a launch of scores to write to."""
-
-    logits: torch.Tensor | None
-    """`[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous, an even number of pages: those of the best
-    summary key of each page, times log2(e); None if nobody asks."""
-    sums: torch.Tensor
-    """`[num_tokens, num_kv_heads, group_size, chunks, 2]` float32: of a chunk of pages the largest logit, and the sum
-    of 2^(logit - largest). Behind the chunks of a row nothing is written."""
-    softmax: Softmax
-    """How products become logits."""
-    selection: PageSelection
-    """Says which pages are in no sum, because they are always read."""
-
-    @classmethod
-    def empty(
-        cls,
-        batch: DecodeBatch,
-        statistics: PageStatistics,
-        pages: int,
-        softmax: Softmax,
-        selection: PageSelection,
-        with_logits: bool = True,
-    ) -> HeadWeights:
-        """Returns room for a batch's, each row of `pages` pages; for its sums alone without `with_logits`."""
-        num_kv_heads, device = statistics.vectors.shape[1], batch.query.device
-        shape = batch.num_tokens, num_kv_heads, batch.group_size(num_kv_heads)
-        chunks = -(-pages // launch_of(statistics).chunk)
-        logits = torch.empty((*shape, pages), device=device) if with_logits else None
-        return cls(logits, torch.empty((*shape, chunks, 2), device=device), softmax, selection)
-
-    def params(self, part: slice = slice(None)) -> HeadParams:
-        """Returns them, or those of a part of each group, as the kernels take them."""
-        return HeadParams.of(self.logits, self.sums, part, self.softmax, self.selection)
 
 
 def launch_of(statistics: PageStatistics) -> Launch:
@@ -87,7 +51,6 @@ def launch_scores(
     scores: torch.Tensor,
     skipped: torch.Tensor | None = None,
     launch: Launch | None = None,
-    heads: HeadWeights | None = None,
     refined: float = 1.0,
 ) -> None:
     """Scores every complete page of each token's context, but nothing for the groups that are skipped.
@@ -100,8 +63,6 @@ def launch_scores(
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
         skipped: `[num_tokens, num_kv_heads]` uint8, 1 where scores are not needed; none are written there.
         launch: how to launch; by default as `launch_of` says.
-        heads: what single query heads have, to write to, as many pages as `scores`; None if nobody asks. For kinds that
-            are fused and have no spread, and with the default launch.
         refined: see `api.score_pages`.
     """
     if statistics.kind.is_leveled:
@@ -119,8 +80,7 @@ def launch_scores(
     parts = parts_of(batch.group_size(num_kv_heads))
     for part, queries in zip(parts, queries_in_parts(batch, num_kv_heads), strict=True):
         of_part = torch.empty_like(scores) if part.start else scores
-        of_heads = None if heads is None else heads.params(part)
-        _launch(queries, statistics, page_size, std_weight, of_part, skipped, launch, of_heads)
+        _launch(queries, statistics, page_size, std_weight, of_part, skipped, launch)
         if part.start:
             # A page's score is the largest of all heads', or NaN, and rounding does not change an order.
             torch.maximum(scores, of_part, out=scores)
@@ -134,7 +94,6 @@ def _launch(
     scores: torch.Tensor,
     skipped: torch.Tensor | None,
     launch: Launch,
-    heads: HeadParams | None,
 ) -> None:
     num_kv_heads, pages_per_block = statistics.vectors.shape[1:3]
     macros = {
@@ -147,7 +106,6 @@ def _launch(
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
         "PIPELINED": int(launch.pipelined),
-        "BY_HEAD": int(heads is not None),
     }
     params = ScoreParams(
         QueryParams.of(batch.query),
@@ -156,7 +114,6 @@ def _launch(
         pointer(skipped),
         pointer(scores),
         scores.stride(1),
-        heads or HeadParams(),
         page_size,
     )
     chunks = -(-batch.block_table.shape[1] * pages_per_block // launch.chunk)

@@ -40,7 +40,6 @@ from sparse_kernels.cuda.params import (
     StopParams,
     WholeParams,
     pointer,
-    score_rows,
 )
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
@@ -101,7 +100,7 @@ def sparse_decode(
             launch = launch._replace(most_fused=max(launch.most_fused, MOST_FUSED))
     elif leveled:
         launch = launch._replace(most_fused=NO_CANDIDATES)
-    if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
+    if statistics is not None and not statistics.kind.is_fused:
         launch = fitting(launch._replace(fused=False), shape, capability)
     if batch.pages is not None:
         launch = launch._replace(fused=False, listed=True)
@@ -263,9 +262,7 @@ def _requests_at_once(
 def _scores(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, skipped: torch.Tensor | None, max_pages: int
 ) -> torch.Tensor:
-    """Returns the scores of all pages: those of the batch, or from a launch that leaves out skipped groups."""
-    if batch.scores is not None:
-        return score_rows(batch.scores)
+    """Returns the scores of all pages, from a launch that leaves out skipped groups."""
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)

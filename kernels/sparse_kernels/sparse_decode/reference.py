@@ -46,12 +46,9 @@ def sparse_decode(
         k = int(counts.max())
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
-        if batch.scores is not None:
-            scores = batch.scores[index : index + 1]
-        else:
-            scores = score_pages(
-                token.query, cache.statistics, token.block_table, num_pages, selection.std_weight, selection.refined
-            )
+        scores = score_pages(
+            token.query, cache.statistics, token.block_table, num_pages, selection.std_weight, selection.refined
+        )
         pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages, counts)
         if rule is None:
             return pages

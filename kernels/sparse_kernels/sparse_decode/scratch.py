@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from sparse_kernels.cuda.shared_memory import round_up
 from sparse_kernels.limits import DecodeShape
-from sparse_kernels.page_coverage import launches as coverage
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.page_topk.launches import passes_of
 from sparse_kernels.sparse_decode.launches import fitting, in_pieces, launch_of
@@ -38,7 +37,6 @@ def scratch_bytes(
     shape: DecodeShape,
     size: StepSize,
     layout: StatisticsLayout | None,
-    counts: bool,
     capability: tuple[int, int],
     multiprocessors: int,
 ) -> int:
@@ -50,37 +48,9 @@ def scratch_bytes(
         shape: the compiled shape.
         size: of the largest step.
         layout: of the page statistics; None without statistics.
-        counts: whether a coverage decides how many pages are read.
         capability: compute capability of the GPU.
         multiprocessors: of the GPU.
     """
-    scores = size.rows * _score_bytes(shape)
-    attending = _attending_bytes(shape, size, layout, counts, capability, multiprocessors)
-    if not counts:
-        return attending
-    width = round_up(shape.max_pages, 8)
-    at_once = coverage.requests_at_once(width, shape.group_size, size.rows_per_request)
-    counted = min(size.num_requests, at_once) * size.rows_per_request
-    if coverage.counts_best(width, shape.k, shape.group_size, shape.head_size, capability):
-        counted = min(counted, coverage.FEW_ROWS)
-    # The scores of the count are those of the selection.
-    return scores + max(counted * coverage.row_bytes(width, shape.group_size), attending)
-
-
-def requests_in_pieces(shape: DecodeShape, rows_per_request: int) -> int:
-    """Returns the requests whose scores, pages and pieces need at most `PIECES_BYTES`; at least one."""
-    return max(1, PIECES_BYTES // (rows_per_request * _bytes_in_pieces(shape)))
-
-
-def _attending_bytes(
-    shape: DecodeShape,
-    size: StepSize,
-    layout: StatisticsLayout | None,
-    is_scored: bool,
-    capability: tuple[int, int],
-    multiprocessors: int,
-) -> int:
-    """Returns the bytes of a step whose scores may be there already; for other arguments see `scratch_bytes`."""
     if in_pieces(shape, capability):
         at_once = requests_in_pieces(shape, size.rows_per_request)
         return min(size.num_requests, at_once) * size.rows_per_request * _bytes_in_pieces(shape)
@@ -88,7 +58,7 @@ def _attending_bytes(
         return 0
     kind = layout.kind
     launch = launch_of(size.rows, shape, layout.record_bytes, capability, kind.is_leveled, multiprocessors)
-    if is_scored or not kind.is_fused:
+    if not kind.is_fused:
         launch = fitting(launch._replace(fused=False), shape, capability)
     if launch.fused:
         return size.rows * _CANDIDATE_BYTES * round_up(launch.candidates(shape), 8)
@@ -96,7 +66,12 @@ def _attending_bytes(
     if launch.listed:
         first, *second = passes_of(shape.max_pages, shape.k, size.rows > multiprocessors, capability)
         numbers = 1 + shape.k * (1 + (first.segments if second else 0))
-    return size.rows * (4 * numbers + (0 if is_scored else _score_bytes(shape)))
+    return size.rows * (4 * numbers + _score_bytes(shape))
+
+
+def requests_in_pieces(shape: DecodeShape, rows_per_request: int) -> int:
+    """Returns the requests whose scores, pages and pieces need at most `PIECES_BYTES`; at least one."""
+    return max(1, PIECES_BYTES // (rows_per_request * _bytes_in_pieces(shape)))
 
 
 def _bytes_in_pieces(shape: DecodeShape) -> int:

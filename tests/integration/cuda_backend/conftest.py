@@ -53,7 +53,7 @@ def builder(monkeypatch):
         model_config=SimpleNamespace(max_model_len=1000), scheduler_config=SimpleNamespace(max_num_batched_tokens=2048)
     )
     made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
-    made.limits = budgets_of("dense")
+    made.budgets = budgets_of("dense")
     made.whole = made.staging = made.kept_pages = made.rows = None
     return made
 

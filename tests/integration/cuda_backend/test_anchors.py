@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.cuda_layer import BLOCK, COVERED, SCALES, common_metadata, limits_of_mixed_requests, plan_of, run
+from support.cuda_layer import BLOCK, SCALES, budgets_of, common_metadata, run
 
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages
-from vllm_sparse_plugin.config import resolve
 
 LENGTHS = [300, 40, 500, 600, 200]
 FOLLOWER = SimpleNamespace(**{**vars(SCALES), "layer_name": "follower"})
@@ -43,12 +42,13 @@ def test_a_layer_reads_the_pages_of_its_anchor(layer, builder):
     assert not torch.allclose(anchor, whole, atol=1e-2)
 
 
-def test_a_layer_with_a_coverage_reads_as_many_pages_as_its_anchor(layer, builder):
-    config = resolve(COVERED, "unique")
-    layer.bind(replace(plan_of(config), most_pages=1024))
-    builder.limits = limits_of_mixed_requests(config)
-    anchor, follower, _ = follow(layer, builder, common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4))
+def test_a_layer_reads_as_many_pages_as_its_anchor_where_requests_have_budgets(layer, builder):
+    layer.bind(replace(layer.plan, most_pages=1024))
+    builder.budgets = budgets_of("unique", None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, None)
+    anchor, follower, whole = follow(layer, builder, common_metadata([1] * 4, [300, 400, 500, 600], [False] * 4))
     assert torch.equal(anchor, follower)
+    assert torch.allclose(anchor[2], whole[2], atol=2e-2)
+    assert not torch.allclose(anchor[1], whole[1], atol=2e-2)
 
 
 def test_other_pages_give_another_output(layer, builder):

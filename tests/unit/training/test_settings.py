@@ -150,10 +150,6 @@ def test_the_command_says_what_is_wrong(tmp_path):
         ),
         # The held-out loss "as served" would be that of another selection.
         (
-            ["--additional-config", '{"sparse_attention": {"selection": {"coverage": 0.9}}}'],
-            "sparse_attention.selection.coverage: got 0.9, allowed: null for training",
-        ),
-        (
             ["--additional-config", '{"sparse_attention": {"compaction": {"method": "snapkv"}}}'],
             "sparse_attention.compaction: got snapkv, allowed: null for training",
         ),

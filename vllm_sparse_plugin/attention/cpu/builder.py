@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from sparse_kernels.page_coverage import Limits
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -28,12 +27,10 @@ from vllm_sparse_plugin.attention.cpu.metadata import (
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptRound, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.step_log import StepLog
-from vllm_sparse_plugin.metrics.live import ContextReads
-from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import RequestedPages, stack_limits
+from vllm_sparse_plugin.requests.limits import RequestedPages
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -109,9 +106,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         dense = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(dense, field.name) for field in fields(dense)})
 
-        limits = self._limits(common)
+        budgets = self._budgets(common)
         if self.reads is not None and selects:
-            self._count_reads(self.reads, common, limits)
+            self.reads.step(
+                common, self.reorder_batch_threshold, None if budgets is None else budgets.numpy(),
+                self.log.of(common), None if self.compaction is None else self.compaction.left_out,
+            )  # fmt: skip
         if not self.sparse.runs_kernels:
             return metadata
         if self.compaction is not None:
@@ -127,7 +127,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         request_of_token = torch.repeat_interleave(query_lens)
-        decoding = self._sparse_requests(common, query_lens, limits)
+        decoding = self._sparse_requests(common, query_lens, budgets)
         prefilling = self._sparse_prompts(common, query_lens)
         decoding &= selects
         # How many leading tokens of a sparse request attend densely: drafts after them lengthen only later contexts.
@@ -137,12 +137,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             request = request_of_token[tokens]
             from_end = common.query_start_loc[1:][request] - 1 - tokens
             context_lens = (common.seq_lens[request] - from_end).long()
-            sparse = self._reads_less(context_lens, None if limits is None else limits[request])
+            sparse = self._reads_less(context_lens, None if budgets is None else budgets[request])
             short += torch.bincount(request[~sparse], minlength=len(short))
             tokens, request, context_lens = tokens[sparse], request[sparse], context_lens[sparse]
-            limits_of_tokens = None if limits is None else limits[request]
+            of_tokens = None if budgets is None else budgets[request]
             block_table = common.block_table_tensor[request].long()
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, limits_of_tokens)
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, of_tokens)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(subset(common, prefilling, query_lens, tokens)))
@@ -165,16 +165,6 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 rest = self._rest(common_prefix_len, common, fast_build, query_lens.masked_fill(rolling, 0))
                 metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
-
-    def _count_reads(self, reads: ContextReads, common: CommonAttentionMetadata, limits: Limits | None) -> None:
-        """Counts the keys that a step reads, by lengths. Reads under a coverage are not known from lengths."""
-        budgets, covers = None, torch.zeros(0, dtype=torch.bool)
-        if limits is not None:
-            covers = limits.share > 0
-            budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
-        log = self.log.of(common, covers.numpy())
-        left_out = None if self.compaction is None else self.compaction.left_out
-        reads.step(common, self.reorder_batch_threshold, budgets, log, left_out, covers.numpy())
 
     def _rest(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, dense_lens: torch.Tensor
@@ -205,36 +195,36 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return torch.zeros_like(sparse)
         return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
-    def _limits(self, common: CommonAttentionMetadata) -> Limits | None:
-        """Returns how many pages each request reads in a decode step; None if all follow the settings."""
-        if not self.sparse.is_sparse:
+    def _budgets(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Returns the pages that each request reads in a decode step, `[num_reqs]` int64; None if all follow the
+        settings."""
+        requested = self.requested.of_step(common) if self.sparse.is_sparse else []
+        if not requested:
             return None
-        requested = self.requested.of_step(common)
-        default = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
-        if not requested and not default.share:
-            return None
+        default = self.sparse.selector.budget_pages if self.sparse.selector else 0
         # Padding rows have no request.
         requested += [None] * (common.num_reqs - len(requested))
-        return stack_limits([each or default for each in requested])
+        return torch.tensor([default if each is None else each for each in requested])
 
     def _sparse_requests(
-        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Limits | None
+        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, budgets: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the decoding requests that are routed or have a context above their budget, `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         if not self.sparse.is_sparse:
             return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        sparse &= self._reads_less(common.seq_lens, limits)
+        sparse &= self._reads_less(common.seq_lens, budgets)
         in_prompt = rows.prompts_of(self.rows, common)
         return sparse if in_prompt is None else sparse & ~in_prompt
 
-    def _reads_less(self, context_lens: torch.Tensor, limits: Limits | None) -> torch.Tensor:
-        """Returns which contexts are routed or above their budget, `[n]` bool; `limits` are theirs."""
+    def _reads_less(self, context_lens: torch.Tensor, budgets: torch.Tensor | None) -> torch.Tensor:
+        """Returns which contexts are routed or above their budget, `[n]` bool; `budgets` are theirs."""
         sparse = context_lens >= self.sparse.config.min_context_tokens
         if not self.routes and self.sparse.selector is not None:
-            budget = self.sparse.selector.budget_pages
-            sparse &= context_lens // self.page_size > (budget if limits is None else limits.least)
-        if limits is not None:
-            sparse &= limits.least < EVERY_PAGE
+            sparse &= context_lens // self.page_size > (
+                self.sparse.selector.budget_pages if budgets is None else budgets
+            )
+        if budgets is not None:
+            sparse &= budgets < EVERY_PAGE
         return sparse

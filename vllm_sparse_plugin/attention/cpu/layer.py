@@ -9,11 +9,9 @@ import torch
 from sparse_kernels.batch import Prompts, QueryTokens
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import route_groups
-from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_attention import attend_pages
-from sparse_kernels.stopping import count_reads
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
@@ -26,8 +24,6 @@ from vllm_sparse_plugin.attention.cpu.metadata import DecodeTokens, SparseCPUMet
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.policies.dense import every_page
-from vllm_sparse_plugin.policies.scored import ScoredSelection
-from vllm_sparse_plugin.requests.limits import stack_limits
 
 
 class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
@@ -45,9 +41,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
             # A page may be as large as a block; then the incomplete page is in the second block.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
-            pages_read = self.plan.selector.pages_read if self.plan.selector is not None else None
-            limits = stack_limits([pages_read]) if pages_read is not None and pages_read.share else None
-            attend_pages(token, self.cache, self._choose(token, self.cache, self.all_heads, limits), self.softmax)
+            attend_pages(token, self.cache, self._choose(token, self.cache, self.all_heads, None), self.softmax)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:
@@ -173,7 +167,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             given = decode.pages_of(self.plan.anchor or name, self.plan.page_size)
             given = given if self.plan.anchor_heads is None else given[:, self.plan.anchor_heads]
         if routing is None or skipped is None:
-            pages = self._choose(tokens, self.cache, self.all_heads, decode.limits) if given is None else given
+            pages = self._choose(tokens, self.cache, self.all_heads, decode.budgets) if given is None else given
             if self.plan.is_anchor or decode.keeps_pages:
                 decode.chosen[name] = pages
             return attend_pages(tokens, self.cache, pages, self.softmax)
@@ -185,38 +179,35 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]
         active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
         output = torch.zeros_like(grouped)
-        limits = None if decode.limits is None else decode.limits[token]
-        pages = self._choose(active, self.cache_by_head, head[:, None], limits)
+        budgets = None if decode.budgets is None else decode.budgets[token]
+        pages = self._choose(active, self.cache_by_head, head[:, None], budgets)
         output[token, head] = attend_pages(active, self.cache_by_head, pages, self.softmax)
         return output.flatten(1, 2)
 
-    def _choose(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Limits | None) -> torch.Tensor:
+    def _choose(
+        self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, budgets: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns the pages to read, and counts them.
 
         Args:
             tokens: the query tokens.
             cache: the cache.
             heads: `[num_tokens or 1, num_kv_heads]` int64, the layer's KV head of each KV head of the cache.
-            limits: see `DecodeTokens`.
+            budgets: see `DecodeTokens`.
         """
-        pages, reads = self._pages(tokens, cache, limits)
+        pages, reads = self._pages(tokens, cache, budgets)
         if reads is not None and self.plan.counters is not None:
             self.plan.counters.index_add_(0, heads.expand(reads.shape[:2]).flatten(), reads.flatten(0, 1))
         return pages
 
     def _pages(
-        self, tokens: QueryTokens, cache: KVCache, limits: Limits | None
+        self, tokens: QueryTokens, cache: KVCache, budgets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the pages to read, and the counts of `count_reads`; None for the counts if lengths give them."""
         plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
         if plan.selector is None:
             return every_page(num_pages, cache.num_kv_heads), None
-        if limits is not None and limits.share.any():
-            assert isinstance(plan.selector, ScoredSelection)
-            pages, counts = plan.selector.select_covering(tokens, cache, self.softmax, limits)
-            return pages, count_reads(counts, tokens.context_lens, cache.page_size, cache.page_size)
         if plan.stop_rule is None:
-            budgets = None if limits is None else limits.most
             pages = plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets)
             if plan.selects_in_torch:
                 # The kernel does not check pages. Beyond the context are blocks of others.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import Prompts
-from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_lists import with_next_pages
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -28,8 +27,8 @@ class DecodeTokens:
     """`[num_tokens, max_blocks]` int64."""
     context_lens: torch.Tensor
     """`[num_tokens]` int64, tokens of each context, the query token included."""
-    limits: Limits | None
-    """How many pages each token reads; None if all read the budget of the settings."""
+    budgets: torch.Tensor | None
+    """`[num_tokens]` int64, pages that each token reads; None if all read the budget of the settings."""
     chosen: dict[str, torch.Tensor] = field(default_factory=dict)
     """The pages that layers chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before the layers
     that read its pages."""

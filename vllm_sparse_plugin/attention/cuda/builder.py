@@ -51,10 +51,9 @@ from vllm_sparse_plugin.config import DraftRule
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.offload.staging import PromptLengths, StagedPrompts, Staging, plan_copies, stored_dtype
-from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
+from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
 
 _MOST_TOKENS = 65_535
 """Query tokens of a launch: they are a dimension of its grid, whose limit this is."""
@@ -100,7 +99,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
         self.rows = rows.current_if_any()
-        self.limits = StepLimits(sparse, self.rows, max_requests, device)
+        self.budgets = StepBudgets(sparse, self.rows, max_requests, device)
         group = plan_layers(
             layers, sparse, vllm_config, self.block_size, statistics, device, retention_of(kv_cache_spec)
         )
@@ -196,10 +195,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             begin_step(self.offloaded.hot[0], common.slot_mapping)
         for counts in self.counts:
             counts.step()
-        requested = self.limits.step(common)
+        requested = self.budgets.step(common)
         if self.reads is not None and selects:
             self.reads.step(
-                common, self.reorder_batch_threshold, self.limits.by_request(requested, common.num_reqs),
+                common, self.reorder_batch_threshold, self.budgets.by_request(requested, common.num_reqs),
                 self.log.of(common), None if self.compaction is None else self.compaction.left_out,
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
@@ -226,7 +225,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         if num_decodes:
             whole_requests = self._write_dense_requests(common, num_decodes, requested)
-            dense, budgets = self.dense_requests.tensor, self.limits.budgets
+            dense, budgets = self.dense_requests.tensor, self.budgets.numbers
             if self.whole is not None:
                 bound = common.seq_lens_cpu_upper_bound
                 self.whole.write(whole_requests, None if bound is None else bound.numpy())
@@ -240,7 +239,6 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                         seq_lens=common.seq_lens[requests],
                         dense=dense[requests],
                         budgets=None if budgets is None else budgets.tensor[requests],
-                        limits=self.limits.of(requests),
                         whole=None if self.whole is None else self.whole.of_run(run.first_request),
                     )
                 )
@@ -366,7 +364,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         return is_uniform and 1 < per_request <= self.reorder_batch_threshold
 
     def _write_dense_requests(
-        self, common: CommonAttentionMetadata, num_decodes: int, asked: Sequence[PagesRead | None]
+        self, common: CommonAttentionMetadata, num_decodes: int, asked: Sequence[int | None]
     ) -> NDArray[np.bool_]:
         """Writes and returns which decoding requests attend densely, `[num_decodes]` bool."""
         dense = np.zeros(num_decodes, dtype=bool)
@@ -376,7 +374,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             prefilling = in_prompt.numpy()[:num_decodes]
             dense[: len(prefilling)] |= prefilling
         for request, pages in enumerate(asked[:num_decodes]):
-            dense[request] |= pages is not None and pages.least >= EVERY_PAGE
+            dense[request] |= pages == EVERY_PAGE
         self.dense_requests.write(dense.tolist() if dense.any() else [])
         return dense
 

@@ -12,7 +12,6 @@ from sparse_kernels.batch import Copies, DecodeBatch, DecodeOutput, PageSelectio
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.multi_token_decode import multi_token_decode
-from sparse_kernels.page_coverage import count_rows
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_decode import sparse_decode
@@ -174,9 +173,6 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             if given is not None:
                 chosen = given.of_heads(self.plan.anchor_heads)
                 batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
-            elif decode.limits is not None and self.plan.roomy_selection is not None:
-                counters = None if self.plan.routing else self.plan.counters
-                batch = count_rows(batch, cache, self.plan.roomy_selection, self.softmax, decode.limits, counters)
             heads = DecodeOutput(output[decode.tokens], counters=self.plan.counters)
             pages = self._decode(batch, cache, heads, given is None and (self.plan.is_anchor or kept is not None))
             if pages is not None and self.plan.is_anchor:

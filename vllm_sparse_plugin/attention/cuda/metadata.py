@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import WholeRequests
-from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_lists import with_next_pages
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -35,8 +34,6 @@ class DecodeRequests:
     argument."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, pages that each request reads; None if all have the settings' budget."""
-    limits: Limits | None = None
-    """The limits of each request under a coverage; None without a coverage."""
     whole: WholeRequests | None = None
     """The long requests among the dense ones; None if no layer selects pages."""
 
@@ -53,10 +50,7 @@ class ChosenPages(NamedTuple):
         """Returns the pages of the given KV heads, `[num_kv_heads]` int64; None for all in order."""
         if heads is None:
             return self
-        budgets = self.budgets
-        if budgets is not None and budgets.dim() == 2:
-            budgets = budgets[:, heads].contiguous()
-        return ChosenPages(self.pages[:, heads].contiguous(), budgets)
+        return ChosenPages(self.pages[:, heads].contiguous(), self.budgets)
 
 
 class KeptPages(NamedTuple):

@@ -123,7 +123,6 @@ def _decode_scratch(
         shape,
         StepSize(impl.num_kv_heads, size.requests, size.decode_tokens // size.requests),
         selector.statistics_layout(impl.head_size, itemsize),
-        config.coverage is not None,
         torch.cuda.get_device_capability(device),
         torch.cuda.get_device_properties(device).multi_processor_count,
     )

@@ -223,7 +223,7 @@ class _Offloading(NamedTuple):
             wanted = 0.0
         copies = min(self.free, int(wanted * running * config.selector.budget_pages * page))
         gib = [f"{size / 2**30:.1f} GiB" for size in (self.host, self.statistics, self.buffers, copies)]
-        milliseconds = config.selector.pages_read.most * page / _BUS_BYTES_PER_SECOND * 1e3
+        milliseconds = config.selector.budget_pages * page / _BUS_BYTES_PER_SECOND * 1e3
         return (
             f"{gib[0]} of host memory; on the GPU {gib[1]} of page statistics, {gib[2]} of buffers for prompts and "
             f"{gib[3]} of copies of pages; a request adds up to {milliseconds:.1f} ms to a step (no page has a copy), "
@@ -249,10 +249,6 @@ def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
         raise ConfigurationError(f"{field}: got {got}, allowed: {allowed}")
     if shape.itemsize > 1:
         return
-    if config.coverage is not None:
-        raise ConfigurationError(
-            f"{KEY}.selection.coverage: got {config.coverage} with a KV cache of 8 bits, allowed: null with it"
-        )
     if config.rolling_window is not None:
         raise ConfigurationError(
             f"{KEY}.compaction.positions: got rolling with a KV cache of 8 bits, allowed: text with it"
