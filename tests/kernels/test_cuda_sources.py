@@ -1,6 +1,8 @@
 """Every CUDA source compiles for every supported architecture, without a GPU."""
 
+import ast
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -399,11 +401,7 @@ def test_clusters_compile(name: str) -> None:
     check(HOPPER[name], "sm_90", quick=name not in OPTIMISED)
 
 
-STRUCTS = {
-    name: struct
-    for name, struct in vars(params).items()
-    if isinstance(struct, type) and issubclass(struct, ctypes.Structure) and struct is not ctypes.Structure
-}
+STRUCTS = {name: params.struct_of(name) for name in params.declarations()}
 KERNEL_STRUCTS = {
     "DecodeParams": ("sparse_decode/decode.cu", HOPPER["decode that stops"]),
     "SplitParams": ("split_attention/attend.cu", CASES["split that stops"]),
@@ -417,6 +415,36 @@ KERNEL_STRUCTS = {
 }
 """Structs used by one kernel, and the source of each."""
 SHARED_STRUCTS = [name for name in STRUCTS if name not in KERNEL_STRUCTS]
+
+
+def struct_calls() -> Iterator[tuple[str, ast.Call]]:
+    """The calls that make structs: `struct_of("NAME")(...)`, `NAME(...)`, and `cls(...)` in the class of a struct."""
+    for source in ROOT.rglob("*.py"):
+        for part in ast.parse(source.read_text(encoding="utf-8")).body:
+            for node in ast.walk(part):
+                match node:
+                    case ast.Call(func=ast.Call(func=ast.Name("struct_of"), args=[ast.Constant(str(name))])):
+                        yield name, node
+                    case ast.Call(func=ast.Name("cls")) if getattr(part, "name", "") in STRUCTS:
+                        yield part.name, node
+                    case ast.Call(func=ast.Name(name)) if name in STRUCTS:
+                        yield name, node
+
+
+def test_every_call_that_fills_a_struct_names_all_fields() -> None:
+    filled = set()
+    for name, call in struct_calls():
+        assert not call.args, name
+        if call.keywords:
+            assert {each.arg for each in call.keywords} == {field for field, _ in STRUCTS[name]._fields_}, name
+            filled.add(name)
+    assert filled == STRUCTS.keys()
+
+
+def test_a_field_that_ctypes_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(params, "declarations", lambda: {"OddParams": "    int some[4];  // Four.\n"})
+    with pytest.raises(ValueError, match=r"^OddParams: got 'int some\[4\];', allowed: int, i64, float, a pointer or"):
+        params.fields_of("OddParams")
 
 
 def layout_assertions(name: str) -> str:

@@ -1,5 +1,5 @@
-// The structs that are the arguments of the kernels. The host fills them (params.py). A test compares the sizes and
-// offsets of both sides.
+// The structs that are the arguments of the kernels. The host reads these declarations and fills the structs (params.py),
+// so a field is a number, a pointer or another struct of this kind, on a line of its own.
 #pragma once
 #include "common.cuh"
 

@@ -1,12 +1,11 @@
-"""Builds the structs of params.cuh and of the sources from the arguments of the operations.
-
-A test compares their sizes and offsets with those on the device.
-"""
+"""Fills the structs that are the arguments of the kernels. The CUDA sources declare them, see `Struct`."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +16,51 @@ from sparse_kernels.cuda.launch import SINK_FORMATS
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.rules import GROUP_SCORES, GroupRouting, StopRule
 
-_Pointer, _Int, _Long, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_Fields = Sequence[tuple[str, Any]]
+_SOURCES = Path(__file__).parents[1]
+_NUMBERS = {"int": ctypes.c_int32, "i64": ctypes.c_int64, "float": ctypes.c_float}
+
+
+class Struct(ctypes.Structure):
+    """A struct of the CUDA sources. Without values all pointers are null and all numbers 0. Values are given by name,
+    and a test compares their names with the declaration."""
+
+    known: ClassVar[dict[str, type[Struct]]] = {}
+    """Structs by name."""
+
+    def __init_subclass__(cls) -> None:
+        Struct.known[cls.__name__] = cls
+
+
+@functools.cache
+def declarations() -> dict[str, str]:
+    """Returns the members of all structs of the CUDA sources whose name ends in `Params`, by name."""
+    texts = (path.read_text(encoding="utf-8") for path in sorted(_SOURCES.rglob("*.cu*")))
+    return dict(each for text in texts for each in re.findall(r"^struct (\w+Params) {\n(.*?)^};", text, re.M | re.S))
+
+
+def fields_of(name: str) -> list[tuple[str, Any]]:
+    """Returns names and types of the fields of a struct of the CUDA sources, for ctypes.
+
+    Raises:
+        ValueError: if a field is neither a number, nor a pointer, nor such a struct.
+    """
+    fields: list[tuple[str, Any]] = []
+    for line in declarations()[name].splitlines():
+        declared = line.partition("//")[0].strip()
+        # Functions have parentheses.
+        if not declared or "(" in declared:
+            continue
+        found = re.fullmatch(r"(?:const )?(\w+)(\*?) (\w+(?:, \w+)*);", declared)
+        if found is None or not (found[2] or found[1] in _NUMBERS or found[1] in declarations()):
+            raise ValueError(f"{name}: got {declared!r}, allowed: int, i64, float, a pointer or a struct")
+        of: Any = ctypes.c_void_p if found[2] else _NUMBERS.get(found[1]) or struct_of(found[1])
+        fields += [(field, of) for field in found[3].split(", ")]
+    return fields
+
+
+def struct_of(name: str) -> type[Struct]:
+    """Returns a struct of the CUDA sources by its name."""
+    return Struct.known.get(name) or type(name, (Struct,), {"_fields_": fields_of(name)})
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
@@ -40,29 +82,23 @@ def score_rows(scores: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class QueryParams(ctypes.Structure):
+class QueryParams(Struct):
     """The query heads of a batch; strides in elements."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("heads", _Pointer),
-        ("scale", _Pointer),
-        ("token_stride", _Long),
-        ("head_stride", _Long),
-    ]
+    _fields_ = fields_of("QueryParams")
 
     @classmethod
     def of(cls, query: torch.Tensor, scale: torch.Tensor | None = None) -> QueryParams:
         """Takes a query, `[num_tokens, num_query_heads, head_size]`."""
-        return cls(pointer(query), pointer(scale), query.stride(0), query.stride(1))
+        return cls(
+            heads=pointer(query), scale=pointer(scale), token_stride=query.stride(0), head_stride=query.stride(1)
+        )
 
 
-class CacheParams(ctypes.Structure):
+class CacheParams(Struct):
     """Keys and values of a cache of token rows; strides in bytes."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("keys", _Pointer), ("values", _Pointer), ("key_scale", _Pointer), ("value_scale", _Pointer),
-        ("block_stride", _Long), ("head_stride", _Long), ("token_stride", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("CacheParams")
 
     @classmethod
     def of(cls, cache: KVCache) -> CacheParams:
@@ -73,19 +109,17 @@ class CacheParams(ctypes.Structure):
         """
         cache.check_rows()
         view, item = cache.keys.view, cache.keys.view.element_size()
-        strides = (view.stride(dim) * item for dim in (0, 1, -2))
         return cls(
-            pointer(view), pointer(cache.values.view), pointer(cache.key_scale), pointer(cache.value_scale), *strides
-        )
+            keys=pointer(view), values=pointer(cache.values.view), key_scale=pointer(cache.key_scale),
+            value_scale=pointer(cache.value_scale), block_stride=view.stride(0) * item,
+            head_stride=view.stride(1) * item, token_stride=view.stride(-2) * item,
+        )  # fmt: skip
 
 
-class StatisticsParams(ctypes.Structure):
+class StatisticsParams(Struct):
     """The statistics of all pages; strides in bytes."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("vectors", _Pointer), ("scales", _Pointer), ("spread", _Pointer), ("block_stride", _Long),
-        ("head_stride", _Long), ("std_weight", _Float), ("refined", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("StatisticsParams")
 
     @classmethod
     def of(cls, statistics: PageStatistics | None, std_weight: float, refined: int = 0) -> StatisticsParams:
@@ -98,33 +132,31 @@ class StatisticsParams(ctypes.Structure):
         finite = vectors if scales is None else scales
         spread = finite if statistics.spread is None else statistics.spread
         weight = std_weight if statistics.kind.has_spread else 0.0
-        return cls(pointer(vectors), pointer(scales), pointer(spread), block, head, weight, refined)
+        return cls(
+            vectors=pointer(vectors), scales=pointer(scales), spread=pointer(spread), block_stride=block,
+            head_stride=head, std_weight=weight, refined=refined,
+        )  # fmt: skip
 
 
-class ContextParams(ctypes.Structure):
+class ContextParams(Struct):
     """The contexts of a batch of requests."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("block_table", _Pointer), ("seq_lens", _Pointer), ("dense_requests", _Pointer), ("table_stride", _Long),
-        ("tokens_per_request", _Int), ("dense_tokens", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("ContextParams")
 
     @classmethod
     def of(cls, batch: DecodeBatch) -> ContextParams:
         """Takes decoding requests."""
         return cls(
-            pointer(batch.block_table), pointer(batch.seq_lens), pointer(batch.dense_requests),
-            batch.block_table.stride(0), batch.tokens_per_request, batch.dense_tokens,
+            block_table=pointer(batch.block_table), seq_lens=pointer(batch.seq_lens),
+            dense_requests=pointer(batch.dense_requests), table_stride=batch.block_table.stride(0),
+            tokens_per_request=batch.tokens_per_request, dense_tokens=batch.dense_tokens,
         )  # fmt: skip
 
 
-class WholeParams(ctypes.Structure):
+class WholeParams(Struct):
     """Long dense requests. All thread blocks of a launch share their stripes."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("requests", _Pointer), ("values", _Pointer), ("weights", _Pointer), ("arrived", _Pointer),
-        ("first_request", _Int), ("most_requests", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("WholeParams")
 
     @classmethod
     def of(cls, batch: DecodeBatch, num_kv_heads: int) -> WholeParams:
@@ -135,26 +167,16 @@ class WholeParams(ctypes.Structure):
         rows = batch.tokens_per_request * num_kv_heads
         room = listed.room(rows, batch.group_size(num_kv_heads), batch.head_size)
         return cls(
-            pointer(listed.requests), pointer(room.values), pointer(room.weights), pointer(listed.arrived),
-            listed.first_request, min(len(listed.requests) - 1, room.requests),
+            requests=pointer(listed.requests), values=pointer(room.values), weights=pointer(room.weights),
+            arrived=pointer(listed.arrived), first_request=listed.first_request,
+            most_requests=min(len(listed.requests) - 1, room.requests),
         )  # fmt: skip
 
 
-class CandidateParams(ctypes.Structure):
-    """The best pages of each chunk of long contexts."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("keys", _Pointer), ("pages", _Pointer), ("stride", _Long), ("parts", _Int), ("chunk", _Int),
-        ("most_fused", _Int),
-    ]  # fmt: skip
-
-
-class HotParams(ctypes.Structure):
+class HotParams(Struct):
     """Copies of pages of a cache in host memory."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("rows", _Pointer), ("tags", _Pointer), ("counters", _Pointer), ("clock", _Pointer), ("sets", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("HotParams")
 
     @classmethod
     def of(cls, cache: KVCache) -> HotParams:
@@ -175,15 +197,16 @@ class HotParams(ctypes.Structure):
             raise ValueError(
                 "hot: got a cache whose pages have gaps, allowed: a key and its value, then the next token"
             )
-        return cls(pointer(rows), pointer(hot.tags), pointer(hot.counters), pointer(hot.clock), hot.sets)
+        return cls(
+            rows=pointer(rows), tags=pointer(hot.tags), counters=pointer(hot.counters), clock=pointer(hot.clock),
+            sets=hot.sets,
+        )  # fmt: skip
 
 
-class RoutingParams(ctypes.Structure):
+class RoutingParams(Struct):
     """The routing of one layer."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("coefficients", _Pointer), ("counts", _Pointer), ("score", _Int), ("first", _Float), ("step", _Float),
-    ]  # fmt: skip
+    _fields_ = fields_of("RoutingParams")
 
     @classmethod
     def of(cls, routing: GroupRouting | None) -> RoutingParams:
@@ -191,167 +214,71 @@ class RoutingParams(ctypes.Structure):
         if routing is None:
             return cls()
         first, step = routing.log_range
-        score = GROUP_SCORES.index(routing.score)
-        return cls(pointer(routing.coefficients), pointer(routing.counts), score, first, step)
+        return cls(
+            coefficients=pointer(routing.coefficients), counts=pointer(routing.counts),
+            score=GROUP_SCORES.index(routing.score), first=first, step=step,
+        )  # fmt: skip
 
 
-class SoftmaxParams(ctypes.Structure):
+class SoftmaxParams(Struct):
     """How logits become weights."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("sink_logits", _Pointer), ("scale", _Float), ("softcap", _Float), ("sink_format", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("SoftmaxParams")
 
     @classmethod
     def of(cls, softmax: Softmax) -> SoftmaxParams:
         """Takes a softmax. Its sink logits, if any, are bfloat16, float16 or float32."""
         logits = softmax.sink_logits
-        return cls(pointer(logits), softmax.scale, softmax.softcap, 0 if logits is None else SINK_FORMATS[logits.dtype])
+        return cls(
+            sink_logits=pointer(logits), scale=softmax.scale, softcap=softmax.softcap,
+            sink_format=0 if logits is None else SINK_FORMATS[logits.dtype],
+        )  # fmt: skip
 
 
-class SelectionParams(ctypes.Structure):
+class SelectionParams(Struct):
     """Which pages are read."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int), ("by_row", _Int), ("budgets", _Pointer),
-    ]  # fmt: skip
+    _fields_ = fields_of("SelectionParams")
 
     @classmethod
     def of(cls, selection: PageSelection, budgets: torch.Tensor | None) -> SelectionParams:
         """Takes a selection, and the contiguous int32 budgets of its requests or rows, if any."""
         by_row = budgets is not None and budgets.dim() == 2
-        return cls(selection.k, selection.sink_pages, selection.recent_pages, by_row, pointer(budgets))
+        return cls(
+            k=selection.k, sink_pages=selection.sink_pages, recent_pages=selection.recent_pages, by_row=by_row,
+            budgets=pointer(budgets),
+        )  # fmt: skip
 
 
-class StopParams(ctypes.Structure):
+class StopParams(Struct):
     """When attention stops."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("scale_tolerance", _Float), ("direction_tolerance", _Float), ("patience", _Int), ("least_pages", _Int),
-    ]  # fmt: skip
+    _fields_ = fields_of("StopParams")
 
     @classmethod
     def of(cls, rule: StopRule | None) -> StopParams:
         """Takes a stop rule; without one attention never stops."""
         if rule is None:
             return cls()
-        return cls(rule.scale_tolerance, rule.direction_tolerance, rule.patience, rule.least_pages)
+        return cls(
+            scale_tolerance=rule.scale_tolerance, direction_tolerance=rule.direction_tolerance, patience=rule.patience,
+            least_pages=rule.least_pages,
+        )  # fmt: skip
 
 
-class OutputParams(ctypes.Structure):
+class OutputParams(Struct):
     """Where a decode step writes; the stride in elements."""
 
-    _fields_: ClassVar[_Fields] = [
-        ("heads", _Pointer), ("pages_read", _Pointer), ("counters", _Pointer), ("token_stride", _Long),
-    ]  # fmt: skip
+    _fields_ = fields_of("OutputParams")
 
     @classmethod
     def of(cls, output: DecodeOutput) -> OutputParams:
         """Takes an output."""
         heads = output.heads
-        return cls(pointer(heads), pointer(output.pages_read), pointer(output.counters), heads.stride(0))
-
-
-class PieceParams(ctypes.Structure):
-    """Stored pieces of contexts, for the next launch."""
-
-    _fields_: ClassVar[_Fields] = [("values", _Pointer), ("weights", _Pointer), ("counts", _Pointer), ("most", _Int)]
-
-
-class ScanParams(ctypes.Structure):
-    """Data that the thread blocks of a row share under a stop rule."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("marks", _Pointer), ("states", _Pointer), ("consecutive", _Pointer), ("pieces_per_test", _Int),
-        ("sink_pages", _Int),
-    ]  # fmt: skip
-
-
-class DecodeParams(ctypes.Structure):
-    """Argument of `sparse_decode`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
-        ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
-        ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
-        ("pages", _Pointer), ("chosen", _Pointer), ("whole", WholeParams), ("num_tokens", _Int),
-        ("candidates", CandidateParams), ("hot", HotParams),
-    ]  # fmt: skip
-
-
-class FindParams(ctypes.Structure):
-    """Argument of `find_candidates`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams),
-        ("selection", SelectionParams), ("skipped", _Pointer), ("candidates", CandidateParams),
-    ]  # fmt: skip
-
-
-class SplitParams(ctypes.Structure):
-    """Argument of `split_attention`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
-        ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams), ("pieces", PieceParams),
-        ("scan", ScanParams), ("skipped", _Pointer), ("pages", _Pointer), ("selection", SelectionParams),
-    ]  # fmt: skip
-
-
-class MergeParams(ctypes.Structure):
-    """Argument of `merge_pieces`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("pieces", PieceParams), ("scan", ScanParams), ("softmax", SoftmaxParams), ("cache", CacheParams),
-        ("output", OutputParams),
-    ]  # fmt: skip
-
-
-class AttendParams(ctypes.Structure):
-    """Argument of `sparse_attention`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("pages", _Pointer), ("k", _Int),
-        ("softmax", SoftmaxParams), ("output", OutputParams),
-    ]  # fmt: skip
-
-
-class RouteParams(ctypes.Structure):
-    """Argument of `route_groups`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
-        ("skipped", _Pointer),
-    ]  # fmt: skip
-
-
-class ScoreParams(ctypes.Structure):
-    """Argument of `page_score`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
-        ("scores", _Pointer), ("scores_stride", _Long), ("page_size", _Int),
-    ]  # fmt: skip
-
-
-class TopkParams(ctypes.Structure):
-    """Argument of `page_topk`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("scores", _Pointer), ("num_pages", _Pointer), ("candidates", _Pointer), ("block_table", _Pointer),
-        ("pages", _Pointer), ("counts", _Pointer), ("scores_stride", _Long), ("table_stride", _Long),
-        ("row_stride", _Long), ("segment_stride", _Long), ("selection", SelectionParams), ("segment", _Int),
-        ("width", _Int), ("num_candidates", _Int),
-    ]  # fmt: skip
-
-
-class ListParams(ctypes.Structure):
-    """Argument of `list_pages`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("scores", _Pointer), ("skipped", _Pointer), ("pages", _Pointer), ("scores_stride", _Long),
-        ("contexts", ContextParams), ("selection", SelectionParams), ("page_size", _Int),
-    ]  # fmt: skip
+        return cls(
+            heads=pointer(heads), pages_read=pointer(output.pages_read), counters=pointer(output.counters),
+            token_stride=heads.stride(0),
+        )  # fmt: skip
 
 
 def batch_of(tokens: QueryTokens) -> DecodeBatch:

@@ -13,7 +13,7 @@ import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import FORMATS, kernel
-from sparse_kernels.cuda.params import CacheParams, ContextParams, QueryParams, RouteParams, RoutingParams, pointer
+from sparse_kernels.cuda.params import CacheParams, ContextParams, QueryParams, RoutingParams, pointer, struct_of
 from sparse_kernels.rules import GroupRouting
 
 _SOURCE = Path(__file__).with_name("route.cu")
@@ -43,12 +43,12 @@ def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting, co
     }
     device = batch.query.device
     skipped = torch.empty((batch.num_tokens, cache.num_kv_heads), dtype=torch.uint8, device=device)
-    params = RouteParams(
-        QueryParams.of(batch.query),
-        CacheParams.of(cache),
-        ContextParams.of(batch),
-        RoutingParams.of(routing),
-        pointer(skipped),
+    params = struct_of("RouteParams")(
+        query=QueryParams.of(batch.query),
+        cache=CacheParams.of(cache),
+        contexts=ContextParams.of(batch),
+        routing=RoutingParams.of(routing),
+        skipped=pointer(skipped),
     )
     compiled = kernel(_SOURCE, device, macros, 32 * macros["WARPS"], "route_groups")
     compiled.launch((cache.num_kv_heads, batch.num_tokens, 1), params)

@@ -13,7 +13,7 @@ import torch
 from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.cuda.head_parts import parts_of, queries_in_parts
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, LEVELED_FORMAT, kernel
-from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
+from sparse_kernels.cuda.params import ContextParams, QueryParams, StatisticsParams, pointer, struct_of
 from sparse_kernels.page_statistics import PageStatistics
 
 _SOURCE = Path(__file__).with_name("score.cu")
@@ -107,14 +107,14 @@ def _launch(
         "BLOCKS_PER_SM": launch.blocks_per_sm,
         "PIPELINED": int(launch.pipelined),
     }
-    params = ScoreParams(
-        QueryParams.of(batch.query),
-        StatisticsParams.of(statistics, std_weight),
-        ContextParams.of(batch),
-        pointer(skipped),
-        pointer(scores),
-        scores.stride(1),
-        page_size,
+    params = struct_of("ScoreParams")(
+        query=QueryParams.of(batch.query),
+        statistics=StatisticsParams.of(statistics, std_weight),
+        contexts=ContextParams.of(batch),
+        skipped=pointer(skipped),
+        scores=pointer(scores),
+        scores_stride=scores.stride(1),
+        page_size=page_size,
     )
     chunks = -(-batch.block_table.shape[1] * pages_per_block // launch.chunk)
     compiled = kernel(_SOURCE, batch.query.device, macros, 32 * launch.warps)

@@ -11,7 +11,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.cuda.launch import cluster_of, kernel
-from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer, score_rows
+from sparse_kernels.cuda.params import ContextParams, SelectionParams, pointer, score_rows, struct_of
 from sparse_kernels.limits import MAX_K
 from sparse_kernels.page_topk.launches import Pass, passes_of
 
@@ -43,7 +43,10 @@ def select_pages(
     lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
     if k > MAX_K:
         # No length is that of a context which is attended whole.
-        contexts = ContextParams(None, pointer(lengths), None, 0, 1, -1)
+        contexts = ContextParams(
+            block_table=None, seq_lens=pointer(lengths), dense_requests=None, table_stride=0, tokens_per_request=1,
+            dense_tokens=-1,
+        )  # fmt: skip
         if block_table is not None:
             raise ValueError(f"block_table: got one and k {k}, allowed: k up to {MAX_K}")
         if budgets is not None:
@@ -65,10 +68,12 @@ def select_pages(
         }
         compiled = kernel(_SOURCE, scores.device, macros, 32 * warps)
         compiled.reserve_shared(a_pass.dynamic_bytes)
-        params = TopkParams(
-            pointer(scores), pointer(lengths), pointer(candidates), pointer(table), pointer(out), pointer(counts),
-            scores.stride(1), 0 if table is None else table.stride(0), out.stride(0), out.stride(1),
-            SelectionParams.of(selection, budgets), size, scores.shape[2], 0 if candidates is None else size,
+        params = struct_of("TopkParams")(
+            scores=pointer(scores), num_pages=pointer(lengths), candidates=pointer(candidates),
+            block_table=pointer(table), pages=pointer(out), counts=pointer(counts), scores_stride=scores.stride(1),
+            table_stride=0 if table is None else table.stride(0), row_stride=out.stride(0),
+            segment_stride=out.stride(1), selection=SelectionParams.of(selection, budgets), segment=size,
+            width=scores.shape[2], num_candidates=0 if candidates is None else size,
         )  # fmt: skip
         compiled.launch((a_pass.segments, num_kv_heads, num_tokens), params, a_pass.dynamic_bytes)
 
@@ -123,8 +128,9 @@ def _list(
     pages = torch.empty((num_tokens, num_kv_heads, selection.k), dtype=torch.int32, device=scores.device)
     macros = {"CLUSTER": cluster, "WARPS": _LIST_WARPS}
     compiled = kernel(_LIST, scores.device, macros, 32 * _LIST_WARPS, "list_pages")
-    params = ListParams(
-        pointer(scores), pointer(skipped), pointer(pages), scores.stride(1), contexts, selection, page_size,
+    params = struct_of("ListParams")(
+        scores=pointer(scores), skipped=pointer(skipped), pages=pointer(pages), scores_stride=scores.stride(1),
+        contexts=contexts, selection=selection, page_size=page_size,
     )  # fmt: skip
     compiled.launch((cluster, num_kv_heads, num_tokens), params)
     return pages

@@ -12,7 +12,6 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.head_parts import attend_in_parts
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
-    AttendParams,
     CacheParams,
     ContextParams,
     OutputParams,
@@ -20,6 +19,7 @@ from sparse_kernels.cuda.params import (
     SoftmaxParams,
     batch_of,
     pointer,
+    struct_of,
 )
 from sparse_kernels.cuda.shared_memory import chain_bytes, is_wide, least_cluster, merging_bytes
 from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_GROUP, shared_bytes_of
@@ -118,13 +118,13 @@ def _attend(
     }
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
-    params = AttendParams(
-        QueryParams.of(batch.query),
-        CacheParams.of(cache),
-        ContextParams.of(batch),
-        pointer(selected),
-        selected.shape[2],
-        SoftmaxParams.of(softmax),
-        OutputParams.of(output),
+    params = struct_of("AttendParams")(
+        query=QueryParams.of(batch.query),
+        cache=CacheParams.of(cache),
+        contexts=ContextParams.of(batch),
+        pages=pointer(selected),
+        k=selected.shape[2],
+        softmax=SoftmaxParams.of(softmax),
+        output=OutputParams.of(output),
     )
     compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, block_bytes)

@@ -11,13 +11,13 @@ from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
-    CandidateParams,
     ContextParams,
-    FindParams,
     QueryParams,
     SelectionParams,
     StatisticsParams,
+    Struct,
     pointer,
+    struct_of,
 )
 from sparse_kernels.cuda.shared_memory import round_up
 from sparse_kernels.group_routing.cuda import skipped_groups
@@ -44,11 +44,12 @@ class Candidates(NamedTuple):
     parts: int
     """Thread blocks that share a row."""
 
-    def params(self, launch: Launch) -> CandidateParams:
+    def params(self, launch: Launch) -> Struct:
         """Returns the struct of the kernels."""
-        return CandidateParams(
-            pointer(self.keys), pointer(self.pages), self.keys.stride(0), self.parts, launch.chunk, launch.most_fused
-        )
+        return struct_of("CandidateParams")(
+            keys=pointer(self.keys), pages=pointer(self.pages), stride=self.keys.stride(0), parts=self.parts,
+            chunk=launch.chunk, most_fused=launch.most_fused,
+        )  # fmt: skip
 
 
 def find_candidates(
@@ -94,13 +95,13 @@ def find_candidates(
         "PIPELINED": int(scoring.pipelined),
     }
     compiled = kernel(_SOURCE, device, macros, 32 * scoring.warps, "find_candidates")
-    params = FindParams(
-        QueryParams.of(batch.query),
-        StatisticsParams.of(statistics, selection.std_weight),
-        ContextParams.of(batch),
-        SelectionParams.of(selection, batch.budgets),
-        pointer(skipped),
-        found.params(launch),
+    params = struct_of("FindParams")(
+        query=QueryParams.of(batch.query),
+        statistics=StatisticsParams.of(statistics, selection.std_weight),
+        contexts=ContextParams.of(batch),
+        selection=SelectionParams.of(selection, batch.budgets),
+        skipped=pointer(skipped),
+        candidates=found.params(launch),
     )
     chunks = -(-shape.max_pages // launch.chunk)
     compiled.launch((min(chunks, found.parts), cache.num_kv_heads, batch.num_tokens), params)

@@ -27,9 +27,7 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
     CacheParams,
-    CandidateParams,
     ContextParams,
-    DecodeParams,
     HotParams,
     OutputParams,
     QueryParams,
@@ -40,6 +38,7 @@ from sparse_kernels.cuda.params import (
     StopParams,
     WholeParams,
     pointer,
+    struct_of,
 )
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
@@ -128,7 +127,7 @@ def sparse_decode(
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     block_bytes = shared_bytes(launch, shape)
     compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
-    scores, pages, candidates = None, batch.pages, CandidateParams()
+    scores, pages, candidates = None, batch.pages, struct_of("CandidateParams")()
     if statistics is not None and launch.candidates(shape):
         found = find_candidates(batch, cache, selection, routing, launch, shape)
         candidates = found.params(launch)
@@ -140,24 +139,24 @@ def sparse_decode(
             always = selection.sink_pages, selection.recent_pages
             pages, _ = select_pages(scores, lengths, selection.k, *always, budgets=batch.token_budgets())
             scores = None
-    params = DecodeParams(
-        QueryParams.of(batch.query, batch.query_scale),
-        CacheParams.of(cache),
-        StatisticsParams.of(statistics, selection.std_weight, in_units(selection.refined)),
-        pointer(scores),
-        0 if scores is None else scores.stride(1),
-        ContextParams.of(batch),
-        SelectionParams.of(selection, batch.budgets),
-        RoutingParams.of(routing),
-        SoftmaxParams.of(softmax),
-        StopParams.of(rule),
-        OutputParams.of(output),
-        pointer(pages),
-        pointer(output.pages),
-        WholeParams.of(batch, cache.num_kv_heads),
-        batch.num_tokens,
-        candidates,
-        HotParams.of(cache),
+    params = struct_of("DecodeParams")(
+        query=QueryParams.of(batch.query, batch.query_scale),
+        cache=CacheParams.of(cache),
+        statistics=StatisticsParams.of(statistics, selection.std_weight, in_units(selection.refined)),
+        scores=pointer(scores),
+        scores_stride=0 if scores is None else scores.stride(1),
+        contexts=ContextParams.of(batch),
+        selection=SelectionParams.of(selection, batch.budgets),
+        routing=RoutingParams.of(routing),
+        softmax=SoftmaxParams.of(softmax),
+        stop=StopParams.of(rule),
+        output=OutputParams.of(output),
+        pages=pointer(pages),
+        chosen=pointer(output.pages),
+        whole=WholeParams.of(batch, cache.num_kv_heads),
+        num_tokens=batch.num_tokens,
+        candidates=candidates,
+        hot=HotParams.of(cache),
     )
     grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
     if batch.whole is not None:

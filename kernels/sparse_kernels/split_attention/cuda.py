@@ -26,17 +26,14 @@ from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
     CacheParams,
     ContextParams,
-    MergeParams,
     OutputParams,
-    PieceParams,
     QueryParams,
     RoutingParams,
-    ScanParams,
     SelectionParams,
     SoftmaxParams,
-    SplitParams,
     StopParams,
     pointer,
+    struct_of,
 )
 from sparse_kernels.cuda.shared_memory import is_wide, piece_bytes
 from sparse_kernels.group_routing.cuda import skipped_groups
@@ -243,33 +240,35 @@ def _attend_and_merge(
     values = torch.empty((rows, splits, group_size * head_size), dtype=torch.float32, device=device)
     weights = torch.empty((rows, splits, group_size, 2), dtype=torch.float32, device=device)
     counts = torch.empty(rows, dtype=torch.int32, device=device)
-    pieces = PieceParams(pointer(values), pointer(weights), pointer(counts), splits)
-    scan = ScanParams()
+    pieces = struct_of("PieceParams")(
+        values=pointer(values), weights=pointer(weights), counts=pointer(counts), most=splits
+    )
+    scan = struct_of("ScanParams")()
     if stopping is not None:
         states = torch.empty((rows, group_size, 32, 4), dtype=torch.float32, device=device)
         consecutive = torch.empty(rows, dtype=torch.int32, device=device)
-        scan = ScanParams(
-            pointer(stopping.scratch), pointer(states), pointer(consecutive), launch.pieces_per_test,
-            stopping.sink_pages,
+        scan = struct_of("ScanParams")(
+            marks=pointer(stopping.scratch), states=pointer(states), consecutive=pointer(consecutive),
+            pieces_per_test=launch.pieces_per_test, sink_pages=stopping.sink_pages,
         )  # fmt: skip
-    cache_params, softmax_params, output_params = (
-        CacheParams.of(cache),
-        SoftmaxParams.of(softmax),
-        OutputParams.of(output),
-    )
+    cache_params, softmax_params = CacheParams.of(cache), SoftmaxParams.of(softmax)
+    output_params = OutputParams.of(output)
     rule = stopping.rule if stopping else None
     shares = max(1, min(splits, launch.blocks // rows))
     attend.launch(
         (num_kv_heads, batch.num_tokens, shares) if stopping else (shares, num_kv_heads, batch.num_tokens),
-        SplitParams(
-            QueryParams.of(batch.query, batch.query_scale), cache_params, ContextParams.of(batch),
-            RoutingParams.of(reading.routing), softmax_params, StopParams.of(rule), output_params, pieces, scan,
-            pointer(reading.skipped), pointer(reading.pages),
-            SelectionParams.of(selection, batch.budgets) if selection else SelectionParams(),
+        struct_of("SplitParams")(
+            query=QueryParams.of(batch.query, batch.query_scale), cache=cache_params, contexts=ContextParams.of(batch),
+            routing=RoutingParams.of(reading.routing), softmax=softmax_params, stop=StopParams.of(rule),
+            output=output_params, pieces=pieces, scan=scan, skipped=pointer(reading.skipped),
+            pages=pointer(reading.pages),
+            selection=SelectionParams.of(selection, batch.budgets) if selection else SelectionParams(),
         ),
         shared_bytes,
     )  # fmt: skip
     merge.launch(
         (group_size, num_kv_heads, batch.num_tokens),
-        MergeParams(pieces, scan, softmax_params, cache_params, output_params),
+        struct_of("MergeParams")(
+            pieces=pieces, scan=scan, softmax=softmax_params, cache=cache_params, output=output_params
+        ),
     )
