@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from sparse_kernels.batch import DecodeOutput, WholeRequests
+from sparse_kernels.batch import DecodeOutput, LongDenseRequests
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
 
@@ -89,14 +89,14 @@ def whole(loaded: list[Any], inputs: DecodeInputs) -> Call:
     (sparse_decode,) = loaded
     batch, cache, softmax, geometry = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry
     device, requests, rows = batch.query.device, len(batch.seq_lens), inputs.case.tokens * geometry.num_kv_heads
-    numbers = requests * WholeRequests.scratch_numbers(rows, inputs.case.group, geometry.head_size)
+    numbers = requests * LongDenseRequests.scratch_numbers(rows, inputs.case.group, geometry.head_size)
     batch = replace(
         batch,
         dense_requests=torch.ones(requests, dtype=torch.bool, device=device),
-        whole=WholeRequests(
+        whole=LongDenseRequests(
             torch.tensor([requests, *range(requests)], dtype=torch.int32, device=device),
             torch.empty(numbers, device=device),
-            torch.zeros(WholeRequests.arrived_numbers(requests, rows), dtype=torch.int32, device=device),
+            torch.zeros(LongDenseRequests.arrived_numbers(requests, rows), dtype=torch.int32, device=device),
         ),
     )
     return lambda: sparse_decode(batch, cache, softmax, geometry.selection)

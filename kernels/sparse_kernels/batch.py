@@ -31,7 +31,7 @@ class StripesRoom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WholeRequests:
+class LongDenseRequests:
     """Lists long requests that are attended whole. On a GPU all thread blocks of a decode step share their stripes; a
     request that is not listed is read by its own blocks, which takes longer and gives the same bits."""
 
@@ -42,7 +42,7 @@ class WholeRequests:
     arrived: torch.Tensor
     """`[n]` int32 zeros, see `arrived_numbers`; every call leaves zeros behind."""
     first_request: int = 0
-    """The number by which the list calls the first request of the batch."""
+    """Index of the batch's first request in the list's numbers."""
 
     @staticmethod
     def scratch_numbers(rows: int, group_size: int, head_size: int) -> int:
@@ -100,9 +100,8 @@ class DecodeBatch:
     order, besides the incomplete page. Nothing is scored or selected then. -1 stands for no page, and so does every
     number that is not a complete page of the context. A row with a budget takes its pages from the first `budget`
     places. Rows that are attended whole ignore their list. None where a selection chooses the pages."""
-    whole: WholeRequests | None = None
-    """The long ones of the requests that are attended whole, as far as the host knows them; None for none. No output
-    depends on it."""
+    whole: LongDenseRequests | None = None
+    """The long dense requests known to the host; None for none. No output depends on it."""
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_kernels.batch import DecodeOutput, WholeRequests
+from sparse_kernels.batch import DecodeOutput, LongDenseRequests
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
 from sparse_kernels.stopping import StopRule
 from support.cuda import ON_GPU, Case, Inputs, assert_close, decode, launches
@@ -40,19 +40,21 @@ def whole_inputs(name: str) -> tuple[Case, Inputs]:
     return case, inputs
 
 
-def listing(case: Case, requests: tuple[int, ...], most: int = 100, room: int = 100, first: int = 0) -> WholeRequests:
+def listing(
+    case: Case, requests: tuple[int, ...], most: int = 100, room: int = 100, first: int = 0
+) -> LongDenseRequests:
     """A list in memory with garbage in all undefined places."""
     rows = case.queries * case.num_kv_heads
-    numbers = room * WholeRequests.scratch_numbers(rows, case.group, case.head_size)
+    numbers = room * LongDenseRequests.scratch_numbers(rows, case.group, case.head_size)
     listed = torch.full((1 + most,), 1 << 20, dtype=torch.int32)
     listed[: 1 + len(requests)] = torch.tensor((len(requests), *requests))
     scratch = torch.full((numbers,), torch.nan, device="cuda")
-    arrived = torch.zeros(WholeRequests.arrived_numbers(most, rows), dtype=torch.int32, device="cuda")
-    return WholeRequests(listed.cuda(), scratch, arrived, first)
+    arrived = torch.zeros(LongDenseRequests.arrived_numbers(most, rows), dtype=torch.int32, device="cuda")
+    return LongDenseRequests(listed.cuda(), scratch, arrived, first)
 
 
 def decode_listed(
-    inputs: Inputs, case: Case, whole: WholeRequests | None, launch: object = None, rule: StopRule | None = None
+    inputs: Inputs, case: Case, whole: LongDenseRequests | None, launch: object = None, rule: StopRule | None = None
 ) -> torch.Tensor:
     from sparse_kernels.sparse_decode import cuda
 

@@ -172,7 +172,7 @@ struct WholeAttention {
     }
 
     // Returns whether the host lists a request. All threads of a thread block call it.
-    DEVICE bool lists(int request) const {
+    DEVICE bool find_listed(int request) const {
         if (!p.whole.requests) return false;
         bool found = false;
 #pragma unroll 1

@@ -367,7 +367,7 @@ struct Row {
         if constexpr (WRITTEN) write_selection(0);
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = num_pages;
         Whole whole(p, shared.attention.query, &values, dynamic_shared_bytes() - FIXED_BYTES);
-        if (whole.lists(at.request) || rank > 0) return;
+        if (whole.find_listed(at.request) || rank > 0) return;
         prepare_query(x, false);
         __syncthreads();
         whole.attend_alone(at, token, head);

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from sparse_kernels.batch import WholeRequests
+from sparse_kernels.batch import LongDenseRequests
 from sparse_kernels.page_lists import with_next_pages
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -34,7 +34,7 @@ class DecodeRequests:
     argument."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, pages that each request reads; None if all have the settings' budget."""
-    whole: WholeRequests | None = None
+    whole: LongDenseRequests | None = None
     """The long requests among the dense ones; None if no layer selects pages."""
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sparse_kernels.batch import WHOLE_TOKENS, WholeRequests
+from sparse_kernels.batch import WHOLE_TOKENS, LongDenseRequests
 
 from vllm_sparse_plugin.requests.limits import StepNumbers
 
@@ -47,12 +47,14 @@ class WholeList:
         """
         heads, numbers = set(layers), WHOLE_SCRATCH // 4
         self.most = min(
-            numbers // WholeRequests.scratch_numbers(tokens_per_request * kv_heads, group, size)
+            numbers // LongDenseRequests.scratch_numbers(tokens_per_request * kv_heads, group, size)
             for kv_heads, group, size in heads
         )
         rows = tokens_per_request * max(each.num_kv_heads for each in heads)
         self._scratch = _scratch_of(runner, device) if self.most else torch.empty(0, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(WholeRequests.arrived_numbers(self.most, rows), dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(
+            LongDenseRequests.arrived_numbers(self.most, rows), dtype=torch.int32, device=device
+        )
         self._listed = StepNumbers(0, 1 + self.most, torch.int32, device)
         self._dense_tokens, self._tokens_per_request = dense_tokens, tokens_per_request
 
@@ -74,11 +76,11 @@ class WholeList:
         listed = np.flatnonzero(may_be_long)[: self.most].tolist()
         self._listed.write([len(listed), *listed])
 
-    def of_run(self, first_request: int) -> WholeRequests | None:
+    def of_run(self, first_request: int) -> LongDenseRequests | None:
         """Returns the list for decoding requests from `first_request` on; None if there is no room for a request."""
         if not self.most:
             return None
-        return WholeRequests(self._listed.tensor, self._scratch, self._arrived, first_request)
+        return LongDenseRequests(self._listed.tensor, self._scratch, self._arrived, first_request)
 
 
 _scratches: WeakKeyDictionary[Any, ref[torch.Tensor]] = WeakKeyDictionary()
