@@ -49,7 +49,7 @@ SPLIT = {
 STOPPED = SPLIT | {"STOP_TOKENS": 512, "PAGE_SIZE": 16, "WARPS": 4, "BLOCKS_PER_SM": 4}
 ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4, "COUNTS": 0}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
-TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
+TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
 FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "PIPELINED": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
@@ -71,7 +71,7 @@ CASES = {
         FIND | {"RECORD": INT8, "GROUP": 3, "HEAD_SIZE": 80, "PIPELINED": 0, "BLOCKS_PER_SM": 3},
     ),
     "top-k": ("page_topk/topk.cu", TOPK),
-    "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
+    "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PER_THREAD": 4}),
     "list": ("page_topk/list.cu", LIST),
     "attend": ("sparse_attention/attend.cu", ATTEND),
     "attend fp8": ("sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64}),

@@ -86,16 +86,3 @@ def test_lists_are_exact_whatever_the_launch(kind: object, k: int, pages: int, a
         assert torch.equal(list_pages(scores, batch, 8, selection, cluster=cluster).long(), expected)
     if k > 1024:
         assert torch.equal(select_pages(scores, lengths, k, *always).long(), expected)
-
-
-def test_selection_gives_pages_by_their_place_in_the_cache() -> None:
-    from sparse_kernels.page_topk.cuda import select_pages
-
-    scores = torch.randn(3, 2, 800, device="cuda").bfloat16()
-    lengths = torch.tensor([800, 70, 9], device="cuda")
-    table = torch.randperm(300, device="cuda").view(3, 100).int()
-    logical, _ = select_pages(scores, lengths, 64, 1, 1)
-    placed, _ = select_pages(scores, lengths, 64, 1, 1, block_table=table, pages_per_block=8)
-    rows = torch.arange(3, device="cuda")[:, None, None]
-    expected = torch.where(logical < 0, -1, table[rows, logical.clamp(min=0) // 8] * 8 + logical % 8)
-    assert torch.equal(placed, expected.int())

@@ -28,8 +28,6 @@ def select_pages(
     k: int,
     sink_pages: int,
     recent_pages: int,
-    block_table: torch.Tensor | None = None,
-    pages_per_block: int = 1,
     segment: int | None = None,
     budgets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +45,6 @@ def select_pages(
             block_table=None, seq_lens=pointer(lengths), dense_requests=None, table_stride=0, tokens_per_request=1,
             dense_tokens=-1,
         )  # fmt: skip
-        if block_table is not None:
-            raise ValueError(f"block_table: got one and k {k}, allowed: k up to {MAX_K}")
         if budgets is not None:
             raise ValueError(f"budgets: got some and k {k}, allowed: k up to {MAX_K}")
         listed = _list(scores, contexts, 0, SelectionParams.of(selection, None), None)
@@ -58,20 +54,18 @@ def select_pages(
     pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
     counts = torch.empty((num_tokens, num_kv_heads), dtype=torch.int32, device=scores.device)
 
-    def launch(a_pass: Pass, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor) -> None:
+    def launch(a_pass: Pass, candidates: torch.Tensor | None, out: torch.Tensor) -> None:
         warps, size = a_pass.launch.warps, a_pass.size
         macros = {
             "WARPS": warps,
             "PER_THREAD": a_pass.launch.per_thread,
             "CANDIDATES": int(candidates is not None),
-            "PAGES_PER_BLOCK": 0 if table is None else pages_per_block,
         }
         compiled = kernel(_SOURCE, scores.device, macros, 32 * warps)
         compiled.reserve_shared(a_pass.dynamic_bytes)
         params = struct_of("TopkParams")(
             scores=pointer(scores), num_pages=pointer(lengths), candidates=pointer(candidates),
-            block_table=pointer(table), pages=pointer(out), counts=pointer(counts), scores_stride=scores.stride(1),
-            table_stride=0 if table is None else table.stride(0), row_stride=out.stride(0),
+            pages=pointer(out), counts=pointer(counts), scores_stride=scores.stride(1), row_stride=out.stride(0),
             segment_stride=out.stride(1), selection=SelectionParams.of(selection, budgets), segment=size,
             width=scores.shape[2], num_candidates=0 if candidates is None else size,
         )  # fmt: skip
@@ -79,13 +73,12 @@ def select_pages(
 
     capability = torch.cuda.get_device_capability(scores.device)
     first, *second = passes_of(width, k, rows > multiprocessors, capability, segment)
-    table = None if block_table is None else block_table.int()
     if not second:
-        launch(first, None, table, pages.view(rows, 1, k))
+        launch(first, None, pages.view(rows, 1, k))
         return pages, counts
     candidates = torch.empty((rows, first.segments, k), dtype=torch.int32, device=scores.device)
-    launch(first, None, None, candidates)
-    launch(second[0], candidates, table, pages.view(rows, 1, k))
+    launch(first, None, candidates)
+    launch(second[0], candidates, pages.view(rows, 1, k))
     return pages, counts
 
 

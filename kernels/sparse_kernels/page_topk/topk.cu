@@ -6,8 +6,6 @@ constexpr int WARPS = SK_WARPS, THREADS = WARPS * WARP;
 constexpr int PER_THREAD = SK_PER_THREAD;
 // True where a row is given as candidates: pages that an earlier launch chose from its segments.
 constexpr bool CANDIDATES = SK_CANDIDATES;
-// Pages are given by their place in the cache; with 0, as they are numbered in the row.
-constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 
 // Keys in registers: run r of a thread lies at `RUN * (r * THREADS + thread)`.
 struct RegisterKeys {
@@ -37,15 +35,14 @@ struct RegisterKeys {
 struct TopkParams {
     const u16* scores;
     const int* num_pages;
-    const int* candidates;   // [rows, num_candidates], ascending; null where a row is given as scores.
-    const int* block_table;  // Null without PAGES_PER_BLOCK.
+    const int* candidates;  // [rows, num_candidates], ascending; null where a row is given as scores.
     int* pages;
     int* counts;
-    i64 scores_stride, table_stride, row_stride, segment_stride;
+    i64 scores_stride, row_stride, segment_stride;
     SelectionParams selection;
-    int segment;             // Columns of a segment, a multiple of eight.
-    int width;               // Columns of a row that exist, a multiple of eight.
-    int num_candidates;      // Of each row.
+    int segment;            // Columns of a segment, a multiple of eight.
+    int width;              // Columns of a row that exist, a multiple of eight.
+    int num_candidates;     // Of each row.
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_constant__ TopkParams p) {
@@ -107,16 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
     }
     __syncthreads();
     int* out = p.pages + row * p.row_stride + blockIdx.x * p.segment_stride;
-    auto put = [&](int slot, int i) {
-        int page = CANDIDATES ? candidates[i] : begin + i;
-        if constexpr (PAGES_PER_BLOCK > 0) {
-            if (page >= 0) {
-                int block = p.block_table[token * p.table_stride + page / PAGES_PER_BLOCK];
-                page = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK;
-            }
-        }
-        out[slot] = page;
-    };
+    auto put = [&](int slot, int i) { out[slot] = CANDIDATES ? candidates[i] : begin + i; };
     // Of candidates there may be more than pages. Those of a row with few pages come from its first segment, which lists
     // all of them in order.
     int present = min(count, length), selected = min(k, present);
