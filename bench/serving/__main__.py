@@ -5,11 +5,8 @@ from __future__ import annotations
 from bench.common.options import make_app
 from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
-from bench.serving.decode_cpu import decode_cpu
-from bench.serving.host_reads import host_reads_command, host_reads_variant
 from bench.serving.lossless import lossless, lossless_variant
 from bench.serving.prefill import prefill, prefill_variant
-from bench.serving.prefill_cpu import prefill_cpu
 from bench.serving.serve import serve
 from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.server import unwind_on_termination
@@ -27,14 +24,10 @@ app.command()(compaction)
 app.command(hidden=True)(compaction_variant)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
-app.command()(decode_cpu)
-app.command("host-reads")(host_reads_command)
-app.command(hidden=True)(host_reads_variant)
 app.command()(lossless)
 app.command(hidden=True)(lossless_variant)
 app.command()(prefill)
 app.command(hidden=True)(prefill_variant)
-app.command()(prefill_cpu)
 app.command()(serve)
 
 

@@ -27,12 +27,7 @@ from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, size_text
 from bench.common.results import Row
 from bench.serving.prefill import fresh_prompts
-from bench.serving.variants import (
-    BackendSettings,
-    measure_variants,
-    open_variant,
-    variant_columns,
-)
+from bench.serving.variants import VariantSettings, measure_variants, open_variant, variant_columns
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 
@@ -47,7 +42,7 @@ _SHORT = 128
 """Tokens of the short prompts."""
 
 
-class CompactionSettings(BackendSettings):
+class CompactionSettings(VariantSettings):
     """The input of the process of one variant."""
 
     contexts: tuple[int, ...]

@@ -3,7 +3,7 @@
     python -m bench.serving decode --variant flash_attn,unique --output decode.jsonl
 
 Prompts are text, and the cache holds what the model wrote for them. The longest prompt is computed; the other requests
-get copies of its blocks and end differently (`copies.py`). Then 1 token and 1 + n tokens are generated from the prefix
+get copies of its blocks and end differently (`batches.py`). Then 1 token and 1 + n tokens are generated from the prefix
 cache, and the difference is divided by n. Every request has KV blocks of its own.
 
 Each variant has one engine with the settings of a server, one after the other. `--no-compile` saves the minute of
@@ -14,43 +14,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, force_routing, parse_variants
 from bench.common.host_reads import host_reads, host_share
-from bench.common.models import SHAPES, Model, library_tokens, load_tokenizer, open_model
+from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, TimeLimit
 from bench.common.results import Row
-from bench.serving.batches import ALLOWED, Batch, parse_batches
-from bench.serving.copies import Prompt, copy_prefixes
-from bench.serving.variants import BackendSettings, measure_variants, open_variant, time_tokens, variant_columns
+from bench.serving.batches import (
+    ALLOWED,
+    Batch,
+    Prompt,
+    Runner,
+    check_batches,
+    draw_text,
+    make_prompts,
+    parse_batches,
+)
+from bench.serving.variants import VariantSettings, measure_variants, open_variant, per_token, variant_columns
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 LOADS = (
     "1x2K", "24x2K", "128x4K", "64x8K", "16x32K", "24x32K", "1x128K", "4x128K", "5x128K", "6x128K",
 )  # fmt: skip
 MIXED = ("16x32K", "16x32K+1x128K", "16x32K+1x128K:dense")
-TAIL = 64
-"""Last tokens of a prompt, which no other request has."""
 _WARM_UP = 16
 """Tokens of the first, unmeasured generation."""
 # Round figures of one H200, only for the forecast.
 _FLOPS_PER_SECOND = 430e12
 _BYTES_PER_SECOND = 3.5e12
 _START_SECONDS = 50
-_COMPILE_SECONDS = 60
+_COMPILE_SECONDS = 95
 _SPARSE_SHARE = 0.25
 """Bytes that a sparse step reads of the KV cache and the statistics."""
 
 
-class DecodeSettings(BackendSettings):
+class DecodeSettings(VariantSettings):
     """The input of the process of one variant. None is vLLM's default."""
 
     loads: tuple[Batch, ...]
@@ -76,53 +79,8 @@ def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
     )
 
 
-def draw_text(model: Model, tokens: int, requests: int) -> tuple[list[int], list[list[int]]]:
-    """Return the tokens of a text, and the last tokens of each request."""
-    text = library_tokens(load_tokenizer(model.folder), 0, tokens + TAIL * requests)
-    return text[:tokens], [text[tokens + TAIL * i : tokens + TAIL * (i + 1)] for i in range(requests)]
-
-
-def make_prompts(batch: Batch, text: list[int], tails: Sequence[list[int]], new_tokens: int) -> list[Prompt]:
-    """Return the prompts of a batch, the longest first. Each leaves room in its context for the generated tokens."""
-    shared = [context - new_tokens - 1 - TAIL for context in batch.contexts]
-    return [Prompt(text[:length] + tails[i], str(i)) for i, length in enumerate(shared)]
-
-
-class Runner:
-    """Generates tokens for batches in one engine."""
-
-    def __init__(self, llm: LLM, sparse: bool) -> None:
-        self._llm, self._sparse = llm, sparse
-
-    def generate(self, batch: Batch, prompts: Sequence[Prompt], tokens: int) -> list[Any]:
-        """Generate that many tokens for each prompt; return vLLM's outputs."""
-        from vllm import SamplingParams, TokensPrompt
-
-        arguments = [part.arguments for part in batch.in_order for _ in range(part.count)]
-        sampling = [
-            SamplingParams(
-                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
-                extra_args=dict(each) if self._sparse and each else None,
-            )
-            for each in arguments[: len(prompts)]
-        ]  # fmt: skip
-        asked = [TokensPrompt(prompt_token_ids=each.tokens, cache_salt=each.salt) for each in prompts]
-        outputs: list[Any] = self._llm.generate(asked, sampling, use_tqdm=False)
-        return outputs
-
-    def fill(self, batch: Batch, prompts: Sequence[Prompt]) -> Row:
-        """Bring the prompts of a batch into the prefix cache; return columns that say how."""
-        begin = time.perf_counter()
-        self.generate(batch, prompts[:1], 1)
-        shared = [len(each.tokens) - TAIL for each in prompts[1:]]
-        copied = copy_prefixes(self._llm, prompts[0], prompts[1:], shared)
-        self.generate(batch, prompts, 1)
-        contents = "text, one prompt copied" if copied else "text"
-        return {"cache": contents, "fill_seconds": round(time.perf_counter() - begin, 3)}
-
-
-def measure_batch(runner: Runner, batch: Batch, prompts: Sequence[Prompt], settings: DecodeSettings, block: int) -> Row:
-    """Seconds of decoding a batch, as columns of a row.
+def measure_batch(runner: Runner, batch: Batch, prompts: Sequence[Prompt], settings: DecodeSettings) -> Row:
+    """Time of one token of a batch, as columns of a row: that of 1 + n tokens without that of 1 token, divided by n.
 
     Raises:
         RuntimeError: if prompts were computed within a measured time, because they were not in the prefix cache.
@@ -136,14 +94,17 @@ def measure_batch(runner: Runner, batch: Batch, prompts: Sequence[Prompt], setti
         outputs = runner.generate(batch, prompts, tokens)
         end = time.perf_counter()
         for prompt, output in zip(prompts, outputs, strict=True):
-            if (output.num_cached_tokens or 0) < len(prompt.tokens) - block:
+            if (output.num_cached_tokens or 0) < len(prompt.tokens) - runner.block_size:
                 raise RuntimeError(
                     f"{output.num_cached_tokens} of a prompt's {len(prompt.tokens)} tokens came from the prefix cache"
                 )
         return end - begin
 
-    times = time_tokens(seconds, settings.new_tokens, settings.repeats)
-    return {**about, **times, **host_share(reads, host_reads())}
+    times = [
+        (seconds(1 + settings.new_tokens) - seconds(1)) / settings.new_tokens * 1e3 for _ in range(settings.repeats)
+    ]
+    counts = {"repeats": settings.repeats, "new_tokens": settings.new_tokens}
+    return {**about, **per_token(times), **counts, **host_share(reads, host_reads())}
 
 
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
@@ -176,21 +137,19 @@ def _measure_variant(settings: DecodeSettings, model: Model) -> Iterator[Row]:
         compilation_config=None if settings.compile else DECODE_GRAPHS,
     ) as (llm, backend):
         config = llm.llm_engine.vllm_config
-        block_size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks - 1  # one is reserved
+        runner = Runner(llm, variant.sparse)
         about = {
             **variant_columns(variant, backend, settings.additional_config, model),
-            "budget_tokens": variant.budget_tokens(settings.additional_config),
-            "block_size": block_size,
-            "kv_cache_tokens": blocks * block_size,
+            "block_size": runner.block_size,
+            "kv_cache_tokens": runner.room,
             "max_model_len": settings.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "compile_mode": int(config.compilation_config.mode or 0),
             "cuda_graphs": getattr(config.compilation_config.cudagraph_mode, "name", None),
             "start_seconds": round(time.perf_counter() - begin, 1),
         }
-        runner = Runner(llm, variant.sparse)
         most = max(each.count for each in settings.loads)
-        text, tails = draw_text(model, max(each.longest for each in settings.loads), most)
+        text = draw_text(model, max(each.longest for each in settings.loads), most)
         found: dict[tuple[int, ...], Row] = {}
         for batch in sorted(settings.loads, key=lambda each: (-each.longest, -each.tokens)):
             load = {
@@ -199,15 +158,14 @@ def _measure_variant(settings: DecodeSettings, model: Model) -> Iterator[Row]:
                 "batch": batch.count,
                 "kv_gib": round(batch.tokens * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30, 3),
             }
-            needed = sum(-(-context // block_size) for context in batch.contexts)
-            if needed > blocks:
-                yield {**about, **load, "skipped": f"the KV cache holds {blocks * block_size} tokens"}
+            if not runner.fits(batch):
+                yield {**about, **load, "skipped": f"the KV cache holds {runner.room} tokens"}
                 continue
             # Arguments change nothing in a backend of vLLM.
             if variant.sparse or _plain(batch) not in found:
-                prompts = make_prompts(batch, text, tails, settings.new_tokens)
+                prompts = make_prompts(batch, *text, settings.new_tokens)
                 try:
-                    found[_plain(batch)] = measure_batch(runner, batch, prompts, settings, block_size)
+                    found[_plain(batch)] = measure_batch(runner, batch, prompts, settings)
                 except RuntimeError as error:
                     yield {**about, **load, "skipped": str(error)}
                     continue
@@ -251,7 +209,10 @@ def decode(
     loads = parse_batches([*(load or LOADS), *(MIXED if mixed else ())])
     variants = parse_variants(variant or ("flash_attn", "unique"))
     with open_model(model) as opened:
-        _check(loads, opened, new_tokens, max_num_seqs, max_model_len)
+        check_batches(loads, new_tokens, max_model_len or int(opened.config["max_position_embeddings"]))
+        most = max(batch.count for batch in loads)
+        if max_num_seqs is not None and most > max_num_seqs:
+            raise ConfigurationError(f"load: got {most} requests, allowed: at most max_num_seqs = {max_num_seqs}")
         if skip_ratio is not None:
             additional_config = force_routing(opened, additional_config, skip_ratio)
         all_settings = [
@@ -277,24 +238,6 @@ def decode(
         forecast = f"about {sum(seconds for _, seconds in forecasts):.0f} s on one H200: {each_text}"
         about = describe_run(opened.folder, commit)
         measure_variants("decode-variant", all_settings, about, output, lambda: end - time.monotonic(), table, forecast)
-
-
-def _check(
-    loads: Sequence[Batch], model: Model, new_tokens: int, max_num_seqs: int | None, max_model_len: int | None
-) -> None:
-    """Raise ConfigurationError for bad input before an engine starts."""
-    limit, least = max_model_len or int(model.config["max_position_embeddings"]), new_tokens + 2 * TAIL
-    for batch in loads:
-        for part in batch.parts:
-            if not least <= part.context <= limit:
-                raise ConfigurationError(
-                    f"load: got a context of {part.context} tokens, allowed: from new_tokens + {2 * TAIL} = {least} to "
-                    f"max_model_len = {limit}"
-                )
-        if max_num_seqs is not None and batch.count > max_num_seqs:
-            raise ConfigurationError(
-                f"load: got {batch.count} requests, allowed: at most max_num_seqs = {max_num_seqs}"
-            )
 
 
 def table(rows: list[Row]) -> Table:

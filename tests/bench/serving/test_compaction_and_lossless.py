@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.common.options import parse_grid
 from bench.serving.__main__ import main as serving_main
 from bench.serving.compaction import Timed
 from bench.serving.compaction import columns as compaction_columns
-from bench.serving.lossless import LosslessSettings, measure_requests
+from bench.serving.lossless import measure_requests
 from bench.serving.lossless import table as lossless_table
 
 
@@ -29,28 +28,6 @@ def test_compaction_takes_what_the_first_steps_behind_a_prompt_do_beyond_later_o
         {"prefill_seconds": 2.0, "step_ms": 10.0, "compaction_ms": 7.0, "pause_ms": 7.0, "share_of_prefill": 0.0035,
          "pause_in_steps": 0.7}
     )  # fmt: skip
-
-
-def lossless_settings(**changes) -> LosslessSettings:
-    values = {
-        "model": "llama-3.1-8b",
-        "backend": "unique",
-        "draft_tokens": 3,
-        "most_draft_tokens": 3,
-        "draft_length": "fixed",
-        "min_context_tokens": 0,
-        "score_every": 1,
-        "budget_tokens": 1024,
-        "acceptance": (0.9, None),
-        "grid": parse_grid(["32K=1,8"]),
-        "new_tokens": 6,
-        "repeats": 2,
-        "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.9,
-        "block_size": None,
-        "output": "unused",
-    }
-    return LosslessSettings(**values | changes)
 
 
 class SteppingEngine:
@@ -79,62 +56,43 @@ class SteppingEngine:
         return bool(self.tokens)
 
 
-def test_time_is_divided_by_the_tokens_that_came_out_of_whole_steps():
-    engine = SteppingEngine()
-    found = measure_requests(engine, [[1], [2]], lossless_settings())
-    assert found["tokens_per_step"] == 2.5
-    assert found["ms_per_step"] / found["ms_per_token"] == pytest.approx(2.5, rel=0.3)
-    assert len(engine.aborted) == 2
-    with pytest.raises(RuntimeError, match="a request ended after"):
-        measure_requests(SteppingEngine(), [[1]], lossless_settings(new_tokens=1).model_copy(update={"repeats": 500}))
-
-
-@pytest.mark.parametrize("options", [(), ("--adaptive",)])
-def test_dense_decoding_gets_the_prompts_of_lossless_mode(monkeypatch, tmp_path, options):
+def test_dense_decoding_and_drafts_get_the_same_prompts(monkeypatch, tmp_path):
     found = []
     monkeypatch.setattr("bench.serving.lossless.measure_variants", lambda _, settings, *__: found.extend(settings))
-    arguments = ["--draft-tokens", "4,12", *options, "--output", str(tmp_path / "lossless.jsonl")]
+    config = json.dumps({"sparse_attention": {"selection": {"budget_tokens": 2048}, "lossless": {"score_every": 4}}})
+    arguments = ["--draft-tokens", "4,12", "--adaptive", "--additional-config", config]
+    arguments += ["--new-tokens", "6", "--repeats", "2", "--output", str(tmp_path / "lossless.jsonl")]
     monkeypatch.setattr(sys, "argv", ["bench", "lossless", *arguments])
     with pytest.raises(SystemExit) as ended:
         serving_main()
     assert not ended.value.code
-    assert [settings.draft_tokens for settings in found] == [None, 4, 12]
-    assert len({settings.room for settings in found}) == 1
+    assert [each.label for each in found] == ["flash_attn", "lossless, up to 4 drafts", "lossless, up to 12 drafts"]
+    assert len({each.room for each in found}) == 1
+    assert found[0].additional_config is None
+    assert json.loads(found[1].additional_config)["sparse_attention"] == {
+        "selection": {"budget_tokens": 2048},
+        "lossless": {"score_every": 4, "draft_tokens": 4, "draft_length": "adaptive"},
+    }
+    # Time is divided by the tokens that came out of whole steps.
+    engine, settings = SteppingEngine(), found[1].model_copy(update={"adaptive": False})
+    times = measure_requests(engine, [[1], [2]], settings)
+    assert times["tokens_per_step"] == 2.5
+    assert times["ms_per_step"] / times["ms_per_token"] == pytest.approx(2.5, rel=0.3)
+    assert len(engine.aborted) == 2
+    with pytest.raises(RuntimeError, match="a request ended after"):
+        measure_requests(SteppingEngine(), [[1]], settings.model_copy(update={"repeats": 500}))
 
 
 def test_lossless_mode_is_compared_with_dense_decoding_of_the_same_batch():
-    about = {"context_tokens": 32768, "batch": 8}
-    times = {"tokens_per_step": 4.0, "ms_per_step": 20.0}
+    about = {"load": "8x32K", "tokens_per_step": 4.0, "ms_per_step": 20.0, "draft_length": "fixed"}
     lines = lossless_table(
         [
-            about | times | {"draft_tokens": None, "acceptance": None, "ms_per_token": 10.0},
-            about | times | {"draft_tokens": 8, "acceptance": 0.9, "score_every": 4, "ms_per_token": 4.0},
-            about | times | {"draft_tokens": 8, "acceptance": None, "ms_per_token": 5.0, "draft_length": "adaptive"},
+            about | {"draft_tokens": None, "acceptance": None, "ms_per_token": 10.0},
+            about | {"draft_tokens": 8, "acceptance": 0.9, "ms_per_token": 4.0},
+            about | {"draft_tokens": 8, "acceptance": None, "ms_per_token": 5.0, "draft_length": "adaptive"},
             about | {"draft_tokens": 8, "acceptance": 0.95, "skipped": "no room"},
         ]
     )
     cells = [list(column.cells) for column in lines.columns]
+    assert cells[1:3] == [["-", "8", "up to 8", "8"], ["-", "0.9", "model", "0.95"]]
     assert cells[-1] == ["-", "2.50", "2.00", "-"]
-    assert cells[2] == ["-", "8", "up to 8", "8"]
-    assert cells[3] == ["-", "0.9", "model", "0.95"]
-    assert cells[4] == ["-", "4", "1", "1"]
-    assert lossless_settings(score_every=4).variant == "lossless, 3 drafts, scored every 4"
-    assert '"score_every": 4' in lossless_settings(score_every=4).additional_config
-    assert json.loads(lossless_settings().additional_config)["sparse_attention"]["lossless"]["draft_tokens"] == 3
-    assert lossless_settings(draft_tokens=None).additional_config is None
-    adaptive = lossless_settings(draft_length="adaptive", min_context_tokens=8192)
-    assert '"draft_length": "adaptive", "min_context_tokens": 8192' in adaptive.additional_config
-    assert adaptive.room > lossless_settings().room
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--acceptance", "0.9,1.5"), "acceptance: got '1.5', allowed: numbers from 0 to 1, or model"),
-        (("--grid", "1K=1"), "grid: got a context of 1024 tokens, allowed: from "),
-        (("--grid", "32K=25"), "grid: got a batch of 25, allowed: at most max_num_seqs = 24"),
-    ],
-)
-def test_lossless_refuses(refused, tmp_path, arguments, sentence):
-    given = ("lossless", *arguments, "--new-tokens", "200", "--output", str(tmp_path / "lossless.jsonl"))
-    assert refused(serving_main, *given).startswith(sentence)

@@ -1,4 +1,4 @@
-"""Models, variants and results that every measurement of serving shares."""
+"""Models, variants and results that every measurement shares."""
 
 import json
 import statistics
