@@ -116,26 +116,8 @@ def budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> 
     return lambda: sparse_decode(batch, cache, softmax, selection)
 
 
-def one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """A decode step that attends in one launch, for any budget."""
-    sparse_decode, launch_of, shape_of = loaded
-    geometry, batch, cache = inputs.geometry, inputs.batch, inputs.cache
-    max_pages = batch.block_table.shape[1] * geometry.pages_per_block
-    shape = shape_of(inputs.case.group, geometry.head_size, max_pages, geometry.k)
-    rows = len(inputs.query) * geometry.num_kv_heads
-    record_bytes = inputs.statistics.vectors.shape[3] * inputs.statistics.vectors.element_size()
-    launch = launch_of(rows, shape, record_bytes, torch.cuda.get_device_capability(inputs.query.device))
-    selection, output = geometry.selection, torch.empty_like(inputs.query)
-
-    def call() -> torch.Tensor:
-        sparse_decode(batch, cache, inputs.softmax, selection, None, None, DecodeOutput(output), launch)
-        return output
-
-    return call
-
-
 def in_pieces(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """The same in pieces, which another launch adds up."""
+    """A decode step in pieces, which another launch adds up."""
     (decode_in_pieces,) = loaded
     batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
     output = torch.empty_like(inputs.query)
@@ -165,25 +147,6 @@ def step(loaded: list[Any], inputs: DecodeInputs) -> Call:
     def call() -> Any:
         write_step()
         return attend()
-
-    return call
-
-
-def separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """The same with a launch each for scores, selection and attention."""
-    score_pages, select_pages, attend_pages, write_cache = loaded
-    geometry, num_pages = inputs.geometry, inputs.num_pages
-    tokens, cache, softmax = inputs.tokens, inputs.cache, inputs.softmax
-    write_step = write(write_cache, inputs)
-
-    def call() -> Any:
-        write_step()
-        scores = score_pages(
-            inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight,
-            **_refined(inputs),
-        )  # fmt: skip
-        pages = select_pages(scores, num_pages, geometry.k, geometry.sink_pages, geometry.recent_pages)
-        return attend_pages(tokens, cache, pages, softmax)
 
     return call
 

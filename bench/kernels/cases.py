@@ -152,13 +152,9 @@ CacheCase = DecodeCase | PrefillCase
 """A case with a cache."""
 Case = CacheCase | TopKCase
 
-DECODE_OPS = (
-    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "whole",
-    "verify",
-)  # fmt: skip
 OPS = (
-    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets",
-    "whole", "verify", "prefill", "tokens",
+    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "whole",
+    "verify", "prefill", "tokens",
 )  # fmt: skip
 """Most important first, so that an interrupted run has these."""
 _OF_ONE_GROUP = (

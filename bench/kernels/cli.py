@@ -14,15 +14,15 @@ import typer
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_grid, parse_names, parse_sizes
 from bench.common.results import ResultFile, Run
-from bench.kernels.cases import DEFAULT_FORMAT, FORMATS, OPS, QUICK, CacheCase, Case, Geometry, Grid, TopKCase
+from bench.kernels.cases import FORMATS, OPS, QUICK, Case, Geometry, Grid, TopKCase
 from bench.kernels.report import print_results, read_results
 from bench.kernels.runner import LEFT_OUT, MEASURED, Runner, is_broken
 from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 _RESERVED_BYTES = 10 << 30
 """Device memory outside the cache: float32 copies of the references, workspaces, graphs."""
-_IMAGES = ("svg", "png")
 
 app = make_app("Measure the kernels on a GPU, and the rivals of each.")
 
@@ -91,7 +91,6 @@ def run(
 
     # Triton's interpreter or compiler is chosen when its kernels are imported.
     from bench.kernels.bandwidth import read_bandwidth
-    from bench.kernels.environment import describe
     from bench.kernels.providers import PROVIDERS
     from bench.kernels.timing import GraphTimer
     from bench.kernels.workload import Workload
@@ -100,7 +99,7 @@ def run(
     device = torch.device("cuda", torch.cuda.current_device())
     geometry = Geometry(num_kv_heads=kv_heads, k=budget_pages)
     bandwidth = read_bandwidth(device)
-    description = describe(device, commit)
+    description = describe_run(commit=commit, packages=("triton", "flashinfer-python"))
     torch.cuda.empty_cache()
     timer = GraphTimer(device)
     header = {
@@ -126,86 +125,10 @@ def run(
         raise typer.Exit(1)
 
 
-_COUNTED = ("decode=128K=6", "decode=128K=1", "decode:leveled=128K=32", "whole=128K=1", "prefill=128K=1")
-
-
-@app.command()
-def counters(
-    output: Output,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(help="OP=CONTEXT=BATCH or OP:STATISTICS=CONTEXT=BATCH. Default: " + ", ".join(_COUNTED)),
-    ] = None,
-    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = 128,
-    commit: Commit = None,
-) -> None:
-    """Count the bytes that the kernels of this project read from memory, with Nsight Compute."""
-    from bench.kernels.counters import count
-    from bench.kernels.environment import describe
-
-    plans = [(each, _one_case(each)) for each in case or _COUNTED]
-    _require_gpu()
-    console = open_console()
-    geometry = Geometry(k=budget_pages)
-    header = {**describe(torch.device("cuda"), commit), "geometry": vars(geometry)}
-    torch.cuda.empty_cache()
-    with ResultFile(output, header) as file:
-        for text, (op, one) in plans:
-            needed = _planned_bytes(op, one, geometry)
-            row = {"op": op, "case": one.fields(), "case_name": one.name, "bytes": needed}
-            for kernel in count(["once", "--case", text, "--budget-pages", str(budget_pages)]):
-                file.write({**row, **kernel._asdict()})
-                console.print(
-                    f"{op} {one.name}: {kernel.name}: {kernel.read_bytes / 1e6:.1f} MB read, "
-                    f"{kernel.bandwidth_percent:.0f}% of the bandwidth; the call needs {needed / 1e6:.1f} MB"
-                )
-
-
-@app.command()
-def once(
-    case: Annotated[str, typer.Option(help="As for `counters`.")],
-    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads per request.")] = 128,
-) -> None:
-    """Run one case with the profiler on, for `counters`."""
-    op, one = _one_case(case)
-    _require_gpu()
-    from bench.kernels.counters import run_counted
-    from bench.kernels.providers import PROVIDERS
-    from bench.kernels.workload import Workload
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    geometry = Geometry(k=budget_pages)
-    workload = Workload(geometry, device, one.blocks(geometry))
-    provider = PROVIDERS[op].providers[0]
-    call = provider.prepare(provider.load(), PROVIDERS[op].inputs(workload, one))
-    run_counted(call, torch.cuda.get_device_properties(device).L2_cache_size, device)
-
-
-def _one_case(text: str) -> tuple[str, CacheCase]:
-    """The operation and the case of `OP=CONTEXT=BATCH`.
-
-    Raises:
-        ConfigurationError: for another text.
-    """
-    name, _, step = text.partition("=")
-    op, _, statistics = name.partition(":")
-    plan = grid_of(False, [op], [step], ["4"], [statistics or DEFAULT_FORMAT]).plan() if step else []
-    cases = [(op, case) for op, case in plan if not isinstance(case, TopKCase)]
-    if not cases:
-        raise ConfigurationError(f"case: got {text!r}, allowed: an operation with a cache, such as decode=128K=6")
-    return cases[0]
-
-
-def _planned_bytes(op: str, case: CacheCase, geometry: Geometry) -> int:
-    from bench.kernels.providers import PROVIDERS
-
-    return PROVIDERS[op].providers[0].traffic(case, geometry)
-
-
 def _require_gpu() -> None:
     if not torch.cuda.is_available():
         raise ConfigurationError(
-            "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
+            "device: got a machine with no CUDA device, allowed: one with a GPU; `table` works without one"
         )
 
 
@@ -213,17 +136,3 @@ def _require_gpu() -> None:
 def table(results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")]) -> None:
     """Print the tables of a result file."""
     print_results(open_console(), read_results(results))
-
-
-@app.command()
-def plot(
-    results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")],
-    folder: Annotated[Path, typer.Option(help="Folder of the figures.")],
-    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_IMAGES)}. Default: both.")] = None,
-) -> None:
-    """Draw the figures of a result file."""
-    from bench.kernels.plots import draw
-
-    suffixes = parse_names("formats", formats or _IMAGES, _IMAGES)
-    for file in draw(read_results(results), folder, suffixes):
-        typer.echo(file.name)

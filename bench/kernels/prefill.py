@@ -1,8 +1,7 @@
-"""Sparse prefill: calls and checks of the whole and of its parts.
+"""Sparse prefill: its calls and checks.
 
-The operation is checked as a whole. Its blocks must be about as good as the best by the reference's scores, because
-rounding decides between nearly equal scores. Its output must be the reference's attention over these blocks. Each part
-is checked on the output of the kernels before it. Three tiles of a chunk are compared.
+Its blocks must be about as good as the best by the reference's scores, because rounding decides between nearly equal
+scores. Its output must be the reference's attention over these blocks. Three tiles of a chunk are compared.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ SPARSER = 0.05
 _LOST_MASS = 1e-2
 """Share of the best blocks' scores that a choice may miss. Logits are float16, so smaller differences between two
 blocks' scores are not visible."""
-_SCORE_ERROR = 1e-2
-_KEY_ERROR = 1e-5
-"""Relative to the largest key. A rotation adds up to 256 float32 terms in any order; cancellation leaves this error."""
 _LAST_TOKENS = 16
 """Tokens of a chunk whose dense attention is compared. More would need gigabytes in float32 over 128K tokens."""
 
@@ -82,25 +78,6 @@ class Launches:
         )
         return rows
 
-    def regrouped(self) -> torch.Tensor:
-        """Queries by tile and KV head, and by token again."""
-        return self.by_token(self.rows())
-
-    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs in the order of tokens."""
-        output = torch.empty(self.inputs.query.shape, dtype=rows.dtype, device=rows.device)
-        self.kernels.ungroup(rows, None, None, self.tiles, output)
-        return output
-
-    def summaries(self) -> torch.Tensor:
-        """The summary keys of pages, `[num_kv_heads, num_pages, summary_keys, head_size]`."""
-        inputs = self.inputs
-        found = self.kernels.page_summaries(
-            inputs.cache.statistics, inputs.batch, self.tiles, inputs.geometry.page_size, torch.bfloat16
-        )
-        keys: torch.Tensor = found.keys
-        return keys
-
     def scores(self, rows: torch.Tensor) -> torch.Tensor:
         """Scores of past blocks, including the computation of summary keys."""
         inputs = self.inputs
@@ -120,15 +97,6 @@ class Launches:
             scores, self.inputs.batch.block_table, self.tiles, self.entries, self.inputs.case.group, self.rule, None
         )
         return pages, lengths
-
-    def sequences(self, rows: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> VirtualSequences:
-        """The sequences that attention reads."""
-        cache, entries = self.inputs.cache, self.entries
-        return VirtualSequences(
-            rows, entries.pages_of(cache.keys), entries.pages_of(cache.values),
-            self.tiles.query_rows(self.inputs.geometry.num_kv_heads), self.rule.tile_tokens, lengths,
-            pages.shape[1] * entries.tokens, pages,
-        )  # fmt: skip
 
     def checked_tiles(self) -> Iterator[Tile]:
         """The first, the middle and the last tile with tokens."""
@@ -258,35 +226,6 @@ def whole(
     return call
 
 
-def scoring(inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
-    """Scores of past blocks."""
-    plan = launches(inputs)
-    rows = plan.rows()
-    return lambda: plan.scores(rows)
-
-
-def choosing(inputs: PrefillInputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """The choice among scored blocks."""
-    plan = launches(inputs)
-    scores = plan.scores(plan.rows())
-    return lambda: plan.choice(scores)
-
-
-def attending(flash_attention: Callable[..., Any], inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
-    """Attention over virtual sequences, its output by tile and KV head."""
-    plan = launches(inputs)
-    rows = plan.rows()
-    sequences = plan.sequences(rows, *plan.choice(plan.scores(rows)))
-    attend = varlen_attention(flash_attention, inputs.softmax.scale)
-
-    def call() -> torch.Tensor:
-        output = torch.empty_like(rows)
-        attend(sequences, output, False)
-        return output
-
-    return call
-
-
 def check_dense(inputs: PrefillInputs, calls: Calls) -> None:
     """The last tokens attend to the whole prompt."""
     plan, case = launches(inputs), inputs.case
@@ -313,60 +252,6 @@ def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -
         for tile, attended in expected.items():
             require_close(output[tile.tokens], attended, f"{name}, tile {tile.index}")
         require_finite(output, name)
-
-
-def check_regrouped(inputs: PrefillInputs, calls: Calls) -> None:
-    """Queries are in their original places."""
-    for name, call in calls.items():
-        if not torch.equal(call(), inputs.query):
-            raise CheckError(f"{name}: queries that were grouped and ungrouped differ from themselves")
-
-
-def check_summaries(inputs: PrefillInputs, calls: Calls) -> None:
-    """Keys of every page are within one bfloat16 step of the reference, except for sums that cancel."""
-    assert inputs.cache.statistics is not None
-    expected = reference.page_summaries(inputs.cache.statistics, inputs.prompts.block_table[0].long())[0].float()
-    allowed = torch.finfo(torch.bfloat16).eps * expected.abs() + _KEY_ERROR * expected.abs().max()
-    for name, call in calls.items():
-        error = (call()[:, : expected.shape[1]].float() - expected).abs()
-        if not bool((error <= allowed).all()):
-            raise CheckError(f"{name}: a key is off by {float(error.nan_to_num(nan=torch.inf).max()):.3g}")
-
-
-def check_scores(inputs: PrefillInputs, calls: Calls) -> None:
-    """Scores of three tiles equal the reference's up to the rounding of logits to float16."""
-    plan = launches(inputs)
-    expected = {tile: plan.reference_scores(tile) for tile in plan.checked_tiles()}
-    for name, call in calls.items():
-        scores = call()
-        for tile, wanted in expected.items():
-            error = (scores[tile.index, :, : tile.past_blocks] - wanted).abs()
-            if not bool((error <= _SCORE_ERROR * wanted).all()):
-                raise CheckError(f"{name}: a score of tile {tile.index} is off by {float(error.max()):.3g}")
-
-
-def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
-    """The blocks are exactly those that the reference chooses from the same scores."""
-    plan = launches(inputs)
-    scores = plan.scores(plan.rows())
-    for name, call in calls.items():
-        choice = call()
-        for tile in plan.checked_tiles():
-            found = plan.read_blocks(tile, *choice)
-            wanted = reference.choose_blocks(scores[tile.index, :, : tile.past_blocks], tile.reads, plan.rule)
-            if not torch.equal(found, wanted):
-                raise CheckError(f"{name}: tile {tile.index} reads other blocks than the best")
-
-
-def check_attention(inputs: PrefillInputs, calls: Calls) -> None:
-    """Three tiles attend to their chosen blocks."""
-    plan = launches(inputs)
-    choice = plan.choice(plan.scores(plan.rows()))
-    expected = {tile: plan.attention(tile, plan.read_blocks(tile, *choice)) for tile in plan.checked_tiles()}
-    for name, call in calls.items():
-        output = plan.by_token(call())
-        for tile, attended in expected.items():
-            require_close(output[tile.tokens], attended, f"{name}, tile {tile.index}")
 
 
 def _require_good(plan: Launches, tile: Tile, read: torch.Tensor) -> None:

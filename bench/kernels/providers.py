@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from sparse_kernels.limits import MAX_K
-from sparse_kernels.page_statistics import STATISTICS_FORMATS
 from sparse_kernels.stopping import StopRule
 
 from bench.kernels import calls, checks, prefill, rivals, token_prefill, traffic
 from bench.kernels.calls import Call, imported
-from bench.kernels.cases import Case, DecodeCase, Geometry, Statistics
+from bench.kernels.cases import Geometry
 from bench.kernels.workload import DecodeInputs, PrefillInputs, Workload
 
 Inputs = TypeVar("Inputs")
@@ -41,12 +40,6 @@ class Provider(Generic[Inputs]):
     check: Callable[[Inputs, checks.Calls], None]
     traffic: Callable[[Any, Geometry], int]
     """Bytes of a case."""
-    formats: Sequence[Statistics] | None = None
-    """Formats of statistics that it can read; None for all, or without statistics."""
-
-    def serves(self, case: Case) -> bool:
-        """Whether the provider supports a case."""
-        return self.formats is None or not isinstance(case, DecodeCase) or case.format in self.formats
 
 
 @dataclass(frozen=True)
@@ -117,41 +110,6 @@ _PREFILL: tuple[Provider[PrefillInputs], ...] = (
         partial(prefill.check_whole, density=prefill.SPARSER),
         traffic.sparse_prefill,
     ),
-    Provider(
-        "part: keys from statistics",
-        prefill.load_kernels,
-        lambda _, inputs: prefill.launches(inputs).summaries,
-        prefill.check_summaries,
-        traffic.prefill_summaries,
-    ),
-    Provider(
-        "part: scores, keys included",
-        prefill.load_kernels,
-        lambda _, inputs: prefill.scoring(inputs),
-        prefill.check_scores,
-        traffic.prefill_scores,
-    ),
-    Provider(
-        "part: choice",
-        prefill.load_kernels,
-        lambda _, inputs: prefill.choosing(inputs),
-        prefill.check_choice,
-        traffic.prefill_choice,
-    ),
-    Provider(
-        "part: attention",
-        rivals.load_sparse_prefill,
-        lambda loaded, inputs: prefill.attending(loaded[0], inputs),
-        prefill.check_attention,
-        traffic.dense_prefill,
-    ),
-    Provider(
-        "part: regrouping",
-        prefill.load_kernels,
-        lambda _, inputs: prefill.launches(inputs).regrouped,
-        prefill.check_regrouped,
-        traffic.prefill_regrouping,
-    ),
 )
 
 _TOKEN_PREFILL: tuple[Provider[PrefillInputs], ...] = (
@@ -192,13 +150,6 @@ PROVIDERS: dict[str, Op[Any]] = {
             _DENSE_FLASH_ATTENTION,
             Provider(
                 "FlashInfer", rivals.load_flashinfer_decode, rivals.flashinfer_decode, checks.dense, traffic.dense
-            ),
-            Provider(
-                "unique, separate launches",
-                imported(_SCORE_PAGES, _SELECT_PAGES, _ATTEND_PAGES, _WRITE_CACHE),
-                calls.separate,
-                checks.sparse_decode,
-                traffic.decode,
             ),
             Provider(
                 "unique, without the write", imported(_SPARSE_DECODE), calls.fused, checks.sparse_decode, traffic.sparse
@@ -269,17 +220,7 @@ PROVIDERS: dict[str, Op[Any]] = {
     ),
     "score": Op(
         Workload.decode_inputs,
-        (
-            Provider("unique", imported(_SCORE_PAGES), calls.score, checks.scores, traffic.score),
-            Provider(
-                "three launches",
-                imported("bench.kernels.unfused:score_pages"),
-                calls.score,
-                checks.scores,
-                traffic.score,
-                STATISTICS_FORMATS,
-            ),
-        ),
+        (Provider("unique", imported(_SCORE_PAGES), calls.score, checks.scores, traffic.score),),
     ),
     "attend": Op(
         Workload.decode_inputs,
@@ -345,17 +286,6 @@ PROVIDERS: dict[str, Op[Any]] = {
         Workload.decode_inputs,
         (
             Provider("unique", imported(_SPARSE_DECODE), calls.fused, checks.sparse_decode, traffic.sparse),
-            Provider(
-                "one launch attends",
-                imported(
-                    "sparse_kernels.sparse_decode.cuda:sparse_decode",
-                    "sparse_kernels.sparse_decode.launches:launch_of",
-                    "sparse_kernels.limits:DecodeShape",
-                ),
-                calls.one_launch,
-                checks.sparse_decode,
-                traffic.sparse,
-            ),
             Provider(
                 "in pieces",
                 imported("sparse_kernels.sparse_decode.cuda:decode_in_pieces"),

@@ -97,7 +97,6 @@ class Runner:
         return [
             {**self._head(op_name, provider, case), "status": status, "reason": reason}
             for provider in self._ops[op_name].providers
-            if provider.serves(case)
         ]
 
     def _head(self, op_name: str, provider: Provider[Any], case: Case) -> Row:
@@ -114,8 +113,6 @@ class Runner:
         inputs = op.inputs(self._workload, case)
         rows, recordings = [], {}
         for provider in op.providers:
-            if not provider.serves(case):
-                continue
             row = self._head(op_name, provider, case)
             rows.append(row)
             loaded, reason = self._load(provider)

@@ -119,12 +119,6 @@ def _prompt_records(case: PrefillCase, geometry: Geometry) -> int:
     return case.context // geometry.page_size * _record_bytes(case, geometry)
 
 
-def _past_scores(case: PrefillCase, geometry: Geometry) -> int:
-    """Float32 scores of the past blocks of a chunk's tiles."""
-    tiles = range(case.context - case.chunk, case.context, geometry.block_size)
-    return sum(begin // geometry.block_size for begin in tiles) * geometry.num_kv_heads * 4
-
-
 def dense_prefill(case: PrefillCase, geometry: Geometry) -> int:
     """Every key and value of the prompt and the queries in, output out."""
     return case.context * _token_bytes(geometry) + 2 * _chunk_bytes(case, geometry)
@@ -133,27 +127,6 @@ def dense_prefill(case: PrefillCase, geometry: Geometry) -> int:
 def sparse_prefill(case: PrefillCase, geometry: Geometry) -> int:
     """The same plus the statistics: some tile may read any block."""
     return dense_prefill(case, geometry) + _prompt_records(case, geometry)
-
-
-def prefill_regrouping(case: PrefillCase, geometry: Geometry) -> int:
-    """Queries in and out, outputs in and out."""
-    return 4 * _chunk_bytes(case, geometry)
-
-
-def prefill_summaries(case: PrefillCase, geometry: Geometry) -> int:
-    """Statistics in, bfloat16 keys out."""
-    keys = geometry.layout(case.format).kind.summary_keys * geometry.num_kv_heads * geometry.head_size * _BF16
-    return _prompt_records(case, geometry) + case.context // geometry.page_size * keys
-
-
-def prefill_scores(case: PrefillCase, geometry: Geometry) -> int:
-    """Statistics and queries in, scores out."""
-    return _prompt_records(case, geometry) + _chunk_bytes(case, geometry) + _past_scores(case, geometry)
-
-
-def prefill_choice(case: PrefillCase, geometry: Geometry) -> int:
-    """Scores in. The page numbers out are negligible."""
-    return _past_scores(case, geometry)
 
 
 def probe(case: PrefillCase, geometry: Geometry) -> int:

@@ -91,3 +91,23 @@ def loads(each):
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def flash_attention(
+    q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, return_softmax_lse=False, **others
+):
+    """The parts of vLLM's FlashAttention that prefill uses."""
+    assert (others["causal"], others["fa_version"], return_softmax_lse) == (True, 3, False)
+    for index, length in enumerate(seqused_k.tolist()):
+        first, last = cu_seqlens_q[index : index + 2].tolist()
+        if first == last:
+            continue
+        blocks = block_table[index, : -(-length // k.shape[1])].long()
+        keys, values = (x[blocks].flatten(0, 1)[:length].float() for x in (k, v))
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * softmax_scale
+        position = torch.arange(length - (last - first), length)
+        logits = logits.masked_fill(torch.arange(length) > position[:, None], -torch.inf)
+        out[first:last] = torch.einsum("hqk,khd->qhd", logits.softmax(dim=-1), values).to(out.dtype)
+    return out
