@@ -1,118 +1,157 @@
-"""Prompts of `python -m bench.quality lossless` and `turns`, and the comparison of answers."""
+"""`bench.quality`: the model that looks tokens up, and settings of `vllm-sparse eval`."""
 
+import json
 import math
-from pathlib import Path
 
 import pytest
+import torch
+from support.engines import in_fresh_process
+from typer.testing import CliRunner
 
-from bench.common.continuations import Continuation
-from bench.common.models import load_tokenizer, manual_tokens
-from bench.quality.__main__ import app
-from bench.quality.identical import compare
-from bench.quality.lossless import PIECES, TIE, _prompts, table
-from bench.quality.turns import FIRST, PROTECTED, build_conversation
-from bench.quality.turns import table as turns_table
+from bench import quality
+from bench.common.lookup import LOST, LOUD, VOCABULARY, Shape, draw_document, make_config, make_weights
+from bench.common.results import read_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
-MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
-NEW_TOKENS = 96
+SMALL = Shape(layers=3, kv_heads=2, group=1, head_size=64)
+Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    return list(_prompts(MODEL, ["kv"], [4096], 3, NEW_TOKENS, seed=1))
+def rotate(states: torch.Tensor, angles: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Rotates the first elements of states [tokens, heads, size] by angles [tokens, pairs]."""
+    cos, sin = (each[:, None].to(dtype) for each in (angles.cos(), angles.sin()))
+    pairs = angles.shape[-1]
+    first, second, rest = states.split([pairs, pairs, states.shape[-1] - 2 * pairs], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def test_needles_code_and_prose_are_asked_for_and_no_prompt_twice(prompts):
-    assert [prompt.kind for prompt in prompts] == [kind for kind in ("kv", *PIECES) for _ in range(3)]
-    assert all(len(prompt.tokens) == 4096 - NEW_TOKENS for prompt in prompts if prompt.kind in PIECES)
-    assert len({tuple(prompt.tokens) for prompt in prompts}) == len(prompts)
-    # Questions share a document. Pieces have different beginnings.
-    assert len({tuple(prompt.tokens[:64]) for prompt in prompts if prompt.kind in PIECES}) == 6
+def frequencies(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    rope = make_config(shape, 1)["rope_parameters"]
+    dim = int(shape.head_size * rope["partial_rotary_factor"])
+    return 1 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=dtype) / dim)
 
 
-def test_prose_goes_round_where_the_manual_ends():
-    tokenizer = load_tokenizer(MODEL)
-    # Longer than the manual, so its beginning occurs twice.
-    far = manual_tokens(tokenizer, 0, 150_000)
-    assert len(far) == 150_000
-    text = tokenizer.decode(manual_tokens(tokenizer, 3, 64)[1:])
-    assert text in tokenizer.decode(far[-20_000:])
+def norm(states: torch.Tensor) -> torch.Tensor:
+    return states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def test_answers_part_where_tokens_do_and_by_what_the_first_one_leads():
-    answer = Continuation([5, 6], [{5: -0.1, 7: -2.0}, {6: -0.5, 8: -0.5 - TIE / 2}])
-    assert answer.first_difference([5, 6]) is None
-    assert answer.first_difference([5, 8]) == (1, pytest.approx(TIE / 2))
-    assert answer.first_difference([9, 6]) == (0, math.inf)
-    assert answer.first_difference([5]) == (1, math.inf)
+def forward(
+    weights: Weights, shape: Shape, tokens: list[int], asked: int, broken: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """The logits of the last `asked` tokens, in float64. `broken` is a layer and a KV head that reads nothing."""
+    positions, size = torch.arange(len(tokens)), shape.head_size
+    angles = positions.double()[:, None] * frequencies(shape, torch.float64)
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(shape.layers):
+        q, k, v, o = (weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkvo")
+        normed = norm(hidden)
+        queries, keys, values = ((normed @ weight.T).unflatten(-1, (-1, size)) for weight in (q, k, v))
+        queries, keys = rotate(queries, angles), rotate(keys, angles)
+        keys, values = (each.repeat_interleave(shape.group, 1) for each in (keys, values))
+        outputs = torch.zeros_like(queries)
+        for begin in range(0, len(tokens), 512):
+            part, visible = slice(begin, begin + 512), slice(0, begin + 512)
+            scores = torch.einsum("qhd,khd->hqk", queries[part], keys[visible]) * size**-0.5
+            scores.masked_fill_(positions[visible] > positions[part, None], -math.inf)
+            outputs[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values[visible])
+        if broken is not None and broken[0] == layer:
+            outputs[:, broken[1] * shape.group : (broken[1] + 1) * shape.group] = 0
+        hidden = hidden + outputs.flatten(1) @ o.T
+    return norm(hidden[-asked:]) @ weights["lm_head.weight"].T
 
 
-def test_answers_that_part_are_ties_or_not():
-    dense = [Continuation([5, 6], [{5: -0.1}, {6: -0.7, 8: -0.72}])] * 3
-    found = [Continuation(list(pair), [{}, {}]) for pair in ((5, 6), (5, 8), (5, 9))]
-    row = compare("snapkv", dense, found)
-    assert (row["prompts"], row["identical"], row["parted_at_ties"]) == (3, 1, 1)
-    assert row["parted"] == [{"prompt": 1, "gap": 0.02}, {"prompt": 2, "gap": math.inf}]
+def ask_all(
+    shape: Shape, length: int, needles: int, answer: int, broken: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of the answers to all needles of a document with weights in bfloat16, and the right answers."""
+    document = draw_document(length, needles, answer, seed=1)
+    appended = [token for needle in document.needles for token in needle.tokens]
+    weights = {name: weight.bfloat16().double() for name, weight in make_weights(shape)}
+    logits = forward(weights, shape, document.tokens + appended, len(appended), broken)
+    right = torch.tensor([needle.answer for needle in document.needles])
+    return logits.unflatten(0, (needles, 1 + answer))[:, :-1], right
 
 
-def test_the_table_says_how_many_answers_are_the_same():
-    row = {
-        "setting": "512 x 4", "kind": "code", "context_tokens": 4096, "draft_tokens": 4, "prompts": 3, "seconds": 1.0,
-        "parted": [[1, 7, 0.0625]], "drafts": 10, "drafted": 40, "accepted": 30,
-    }  # fmt: skip
-    cells = [list(column.cells) for column in table([row]).columns]
-    assert [column[0] for column in cells] == ["512 x 4", "code", "4096", "2/3", "0.062", "0.750", "4.00", "1.0"]
+def test_every_depth_is_answered_in_float64():
+    logits, right = ask_all(SMALL, 8192, 8, 4)
+    assert torch.equal(logits.argmax(-1), right)
 
 
-def test_two_questions_ask_for_facts_in_and_behind_the_system_prompt():
-    tokenizer = load_tokenizer(MODEL)
-    asked = [build_conversation(tokenizer, 1024, 128, index, seed=1) for index in range(4)]
-    assert len({each.answers for each in asked}) == 4
-    for each in asked:
-        assert 1004 <= len(each.prompt) <= 1024
-        assert 100 <= each.system_tokens <= 128
-        system, rest = (tokenizer.decode(part) for part in (
-            each.prompt[: each.system_tokens], each.prompt[each.system_tokens :]))  # fmt: skip
-        first, second = each.answers
-        assert second in system
-        assert second not in rest
-        assert first in rest
-        assert first not in system
-        turn = tokenizer.decode(each.follow_up)
-        value, question = turn.split("\n")
-        assert value == f" {first}."
-        assert question.startswith("The access code of ")
-        assert question.endswith(" is:")
-        assert f"\n{question} {second}.\n" in system
-        asks = rest.rpartition("\n")[2]
-        assert asks.startswith("The special magic number for ")
-        assert f"{asks} {first}." in rest
+@pytest.mark.parametrize("broken", [(1, 0), (3, 7)])
+def test_one_head_that_reads_nothing_loses_every_answer(broken):
+    logits, _ = ask_all(Shape(), 300, 8, 4, broken)
+    assert set(logits.argmax(-1).flatten().tolist()) == {LOST}
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_previous_token_is_found_among_a_million(head_size, stored):
+    """Loud tokens before loud tokens, whose keys are shortest, among quiet ones; queries and keys are rounded."""
+    shape, longest = Shape(layers=2, kv_heads=1, head_size=head_size), 1 << 20
+    weights = {name: weight.bfloat16() for name, weight in make_weights(shape)}
+    normed = norm(weights["model.embed_tokens.weight"][[LOUD[0], VOCABULARY - 1]].float()).bfloat16()
+    query, key = (normed @ weights[f"model.layers.0.self_attn.{name}_proj.weight"].T for name in "qk")
+    # As vLLM: angles in float32, their cosines in the type of the model.
+    angles = torch.arange(longest, dtype=torch.float32)[:, None] * frequencies(shape, torch.float32)
+    asked = torch.tensor([1, 2, 1000, longest // 2, longest - 2, longest - 1])
+    queries = rotate(query[:1, None].expand(len(asked), -1, -1), angles[asked], torch.bfloat16)[:, 0]
+    keys = rotate(key[1:, None].expand(longest, -1, -1), angles, torch.bfloat16)[:, 0]
+    keys[asked - 1] = rotate(key[:1, None].expand(len(asked), -1, -1), angles[asked - 1], torch.bfloat16)[:, 0]
+    rotary = 2 * angles.shape[-1]
+    queries, keys = (each[:, :rotary].to(stored).float() for each in (queries, keys))
+    scores = queries @ keys.T * head_size**-0.5
+    scores.masked_fill_(torch.arange(longest) > asked[:, None], -math.inf)
+    weight = scores.softmax(-1)[torch.arange(len(asked)), asked - 1]
+    assert weight.min() > 0.999, weight
+
+
+def look_up(arguments: list[str]) -> int:
+    return CliRunner().invoke(quality.app, ["lookup", *arguments]).exit_code
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("variant", "settings", "found"),
     [
-        (["--variant", "dense"], "variant: got dense, allowed: a backend with a compaction"),
-        (["--variant", "unique"], "sparse_attention.compaction.method: got None, allowed: h2o,"),
+        ("unique_offload", {"selection": {"budget_tokens": 128}}, [True] * 4),
+        # The needles at both ends are among the first and the newest tokens.
+        ("streaming_llm", {}, [True, False, False, True]),
+    ],
+)
+def test_an_engine_answers_what_it_can_see_and_a_wrong_answer_ends_the_command(tmp_path, variant, settings, found):
+    output = tmp_path / "found.jsonl"
+    code = in_fresh_process(look_up, [
+        "--context", "2K", "--needles", "4", "--answer-tokens", "4", "--layers", "3", "--kv-heads", "2",
+        "--head-size", "64", "--variant", variant, "--output", str(output),
+        "--additional-config", json.dumps({"sparse_attention": settings}),
+    ])  # fmt: skip
+    assert code == (0 if all(found) else 3)
+    rows = read_run(output).rows
+    assert [row["answer"] == row["right_answer"] for row in rows] == [each for each in found for _ in range(2)]
+    assert {row["attention_backend"] for row in rows} == {variant.upper()}
+
+
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("art", None),
+        ("unique:512", {"selection": {"policy": "unique", "budget_tokens": 512}}),
         (
-            ["--budget", "512", "--system", "481"],
-            "system: got 481 tokens with snapkv (sparse_protect: got 477 tokens, allowed: at most 476",
-        ),
-        (
-            ["--variant", "streaming_llm"],
-            "sparse_attention.compaction.budget_tokens: got 1024 with policy",
+            "snapkv:2048+stopping.dense_order=votes+stopping.scale_tolerance=1e-3+min_context_tokens=0",
+            {
+                "compaction": {"method": "snapkv", "budget_tokens": 2048},
+                "stopping": {"dense_order": "votes", "scale_tolerance": 0.001},
+                "min_context_tokens": 0,
+            },
         ),
     ],
 )
-def test_variants_that_cannot_protect_a_system_prompt_are_refused(tmp_path, options, sentence):
-    with pytest.raises(ConfigurationError) as refusal:
-        app(["turns", "--output", str(tmp_path / "turns.jsonl"), *options], standalone_mode=False)
-    assert sentence in str(refusal.value)
+def test_settings_are_those_of_additional_config(text, section):
+    name, backend, *more = quality.Setting.parse(text).options
+    assert (name, backend) == ("--attention-backend", text.partition("+")[0].partition(":")[0])
+    assert more == ([] if section is None else ["--additional-config", json.dumps({"sparse_attention": section})])
 
 
-def test_right_answers_of_two_turns_are_shown_by_variant():
-    rows = [{"variant": "dense", "turn": FIRST, "right": 3, "questions": 4},
-            {"variant": "snapkv", "turn": PROTECTED, "right": 2, "questions": 4}]  # fmt: skip
-    cells = [list(column.cells) for column in turns_table(rows).columns]
-    assert cells == [["dense", "snapkv"], ["3/4", ""], ["", ""], ["", "2/4"], ["", ""]]
+@pytest.mark.parametrize("text", ["art:512", "nothing", "unique:-1", "art+stopping.patience", "art+stopping.nothing=1"])
+def test_other_settings_are_refused(text):
+    with pytest.raises(ConfigurationError):
+        quality.Setting.parse(text)

@@ -1,1 +1,0 @@
-"""Quality: needle questions in the engine."""
