@@ -9,8 +9,9 @@ from typing import Any
 from bench.common.options import size_text
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, Run, read_run
-from bench.training.passes import DENSE, MASKS
 
+MASKS, DENSE = ("soft", "hard"), ("math", "flash", "cudnn", "flash3")
+"""Passes of `bench.training run` under a mask, and dense ones."""
 FOLDER = RESULTS / "h200" / "training-passes"
 _NOTHING = "Nothing has been measured on a GPU yet."
 Passes = dict[int, dict[str, Row]]

@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from support.llama import save_llama
 from typer.testing import CliRunner
 
 from bench.common.results import ROOT
-from bench.training.__main__ import app
-from bench.training.passes import PASSES, Shape, forward_of, is_available
-from bench.training.profiles import summarise
+from bench.training import PASSES, Shape, app, forward_of, is_available
 from vllm_sparse_plugin.policies import UniqueSelection
 
 
@@ -40,28 +37,6 @@ def test_a_line_is_written_for_each_pass(tmp_path):
         assert row["backward"]["repeats"] == 2
 
 
-def test_a_profile_counts_launches_and_adds_up_kernels():
-    on_cpu, on_gpu = SimpleNamespace(name="CPU"), SimpleNamespace(name="CUDA")
-    events = [
-        SimpleNamespace(name=name, device_type=device, device_time=time, is_user_annotation="#" in name)
-        for name, device, time in (
-            ("aten::mm", on_cpu, 9.0), ("cudaLaunchKernel", on_cpu, 0.0), ("cuLaunchKernelEx", on_cpu, 0.0),
-            ("cudaMemsetAsync", on_cpu, 0.0), ("cudaStreamSynchronize", on_cpu, 0.0),
-            ("add", on_gpu, 1500.0), ("mm", on_gpu, 4000.0), ("add", on_gpu, 500.0),
-            ("Optimizer.step#AdamW.step", on_gpu, 2000.0),
-        )
-    ]  # fmt: skip
-    assert summarise(events, 0.01) == {
-        "launches": 3, "wall_ms": 10.0, "busy_ms": 6.0, "kernels_ms": {"mm": 4.0, "add": 2.0}
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("command", ["run", "steps"])
-def test_a_profile_without_a_gpu_is_refused(tmp_path, command):
-    done = CliRunner().invoke(app, [command, "--output", str(tmp_path / "x.jsonl"), "--device", "cpu", "--profile"])
-    assert str(done.exception) == "profile: got the device 'cpu', allowed: a GPU"
-
-
 def test_two_processes_train_as_one(tmp_path):
     model = save_llama(tmp_path / "tiny", longest=64)
 
@@ -84,16 +59,3 @@ def test_two_processes_train_as_one(tmp_path):
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-3)
     assert [row["gradient_norm"] for row in two] == pytest.approx([row["gradient_norm"] for row in one], rel=1e-2)
     assert abs(one[-1]["loss"] - one[0]["loss"]) > 0.05
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path):
-    path = tmp_path / "training.jsonl"
-    arguments = ["run", "--output", str(path), "--context", "8K,32K", "--pass", "soft,hard", "--repeats", "1"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
-    peaks = {(row["context_tokens"], row["pass"]): row["peak_mib"] for row in rows}
-    for name in ("soft", "hard"):
-        # Scores use scratch memory of a fixed size.
-        assert peaks[32768, name] < 4.5 * peaks[8192, name] + 300
