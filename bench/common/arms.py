@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.common.options import size_text
 from bench.common.results import Row
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount
 
@@ -15,8 +14,8 @@ PLAIN, SIGNED = "{:.3f}", "{:+.3f}"
 """Forms of a value and of a difference."""
 RECIPE_HEADINGS = ("rank", "rate", "steps", "budget", "RULER", "nats of text, minus dense before")
 """Columns of `recipe_lines`."""
-QUESTIONS, TEXT, POSITIONS = "questions", "text", "positions"
-"""Parts of a result: scores of questions, losses of the ends of texts, and losses of texts by position."""
+QUESTIONS, TEXT = "questions", "text"
+"""Parts of a result: scores of questions, and losses of the ends of texts."""
 
 
 class Cell(NamedTuple):
@@ -99,31 +98,6 @@ def estimate_text(found: Estimate, form: str) -> str:
 def weights_text(lora_rank: int) -> str:
     """Return what was trained."""
     return f"rank {lora_rank}" if lora_rank else "all"
-
-
-def longer_parts(rows: Sequence[Row]) -> dict[str, dict[tuple[str, str], list[float]]]:
-    """Return the values of a study of a longer context: by part, and by arm and column.
-
-    Columns are a context and a budget, the positions up to a token, or a kind of text and a budget.
-    """
-    found: dict[str, dict[tuple[str, str], list[float]]] = {QUESTIONS: {}, POSITIONS: {}, TEXT: {}}
-    for row in rows:
-        part = row.get("part", "")
-        if part not in found:
-            continue
-        rank = row["lora_rank"]
-        arm = row["arm"] if rank is None else f"{row['arm']}, {weights_text(rank)}"
-        budget = "dense" if row.get("budget_tokens") is None else str(row["budget_tokens"])
-        if part == POSITIONS:
-            ends = (size_text(place * row["part_tokens"]) for place in range(1, len(row["losses"]) + 1))
-            values = {f"{row['text']} to {end}": [loss] for end, loss in zip(ends, row["losses"], strict=True)}
-        elif part == QUESTIONS:
-            values = {f"{size_text(row['context_tokens'])} {budget}": row["scores"]}
-        else:
-            values = {f"{row['text']} {budget}": row["losses"]}
-        for column, some in values.items():
-            found[part].setdefault((arm, column), []).extend(some)
-    return found
 
 
 def _items(rows: Sequence[Row], part: str, column: str, names: tuple[str, ...]) -> Items:

@@ -177,14 +177,3 @@ def library_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
     """The first tokens of a section of Python's library source that begins at character `start`."""
     tokens: list[int] = tokenizer.encode(library_text(start, count * CHARS_PER_TOKEN))
     return tokens[:count]
-
-
-def manual_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
-    """The first tokens of a section of Python's reference manual; arguments are those of `library_tokens`. The text
-    repeats from its start."""
-    from pydoc_data.topics import topics
-
-    manual = "\n\n".join(topics[name] for name in sorted(topics))
-    begin, size = start % len(manual), count * CHARS_PER_TOKEN
-    tokens: list[int] = tokenizer.encode((manual * (2 + size // len(manual)))[begin : begin + size])
-    return tokens[:count]

@@ -102,22 +102,6 @@ def parse_sizes(option: str, values: Iterable[str]) -> tuple[int, ...]:
     return _parse_each(option, values, parse_size, "positive integers separated by commas, such as 1,8,32K")
 
 
-def parse_shares(option: str, values: Iterable[str]) -> tuple[float, ...]:
-    """Parse the shares of an option, without duplicates.
-
-    Raises:
-        ConfigurationError: names the option and the invalid value.
-    """
-
-    def parse(text: str) -> float:
-        share = float(text)
-        if not 0 < share <= 1:
-            raise ValueError(f"{text!r} is not a share")
-        return share
-
-    return _parse_each(option, values, parse, "numbers above 0, up to 1, separated by commas")
-
-
 def _parse_each(option: str, values: Iterable[str], parse: Callable[[str], _Value], allowed: str) -> tuple[_Value, ...]:
     found = []
     for part in split_values(values):

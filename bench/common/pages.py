@@ -24,7 +24,6 @@ INDEX = RESULTS / "README.md"
 """The index of all result files."""
 LONGEST_LINE = 199
 _WIDTH = 120
-_LONGEST_CELL = 120
 _CARDS = re.compile(r"(\d+ x )?(NVIDIA .*)")
 _USES_ALL_CARDS = (
     "bench.deployments", "bench.families", "bench.robustness deployments", "bench.robustness families"
@@ -50,18 +49,6 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     columns = list(headings)
     head, *body = (f"| {' | '.join(cells)} |" for cells in (columns, *map(list, rows)))
     return "\n".join([head, "|" + "---|" * len(columns), *body])
-
-
-def group_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    """Joins rows that differ only in their first cell. Names that do not fit one cell get another row."""
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        found = lines.setdefault(tuple(cells), [])
-        if found and len(found[-1]) + len(name) <= _LONGEST_CELL:
-            found[-1] += f", {name}"
-        else:
-            found.append(name)
-    return [[line, *cells] for cells, found in lines.items() for line in found]
 
 
 def link(text: str, path: Path, anchor: str = "") -> str:
@@ -120,11 +107,6 @@ def dates(days: Iterable[str]) -> str:
 
 def _study_link(anchor: str, path: Path) -> str:
     return link("/".join(path.relative_to(RESULTS).parts[:2]), INDEX, anchor)
-
-
-def recorded_commit(run: Run) -> str:
-    """The commit of a run, or that it was not recorded."""
-    return f"commit {run.commit}" if run.commit else "its commit was not recorded"
 
 
 def fill(page: Path, text: str, generators: Sequence[str], blocks: Mapping[str, Callable[[], Block]]) -> str:
