@@ -8,8 +8,6 @@ from bench.common.pages import Block
 from bench.pages import (
     arms,
     compaction,
-    deployments,
-    families,
     frontier,
     kernels,
     offload,
@@ -99,7 +97,5 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "compaction-decoding": compaction.decoding,
     "compaction-window": compaction.window,
     "compaction-turns": compaction.turns,
-    "families": families.families,
-    "deployments": deployments.deployments,
 }
 """The function that makes each block."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.bench.pages import ABOUT, write_run
 
-from bench.common.pages import group_rows
 from bench.common.results import read_run
 from bench.pages import (
     compaction,
@@ -289,11 +288,6 @@ def test_a_decode_step_after_prompts_is_not_shown_again_from_noise(tmp_path, mon
         "| 8,192 | 1 | bf16 | quarters | 6.00 | 5.00 | 1.20 |",
         "| 131,072 | 1 | bf16, noise | quarters | 9.00 | 6.00 | 1.50 |",
     ]
-
-
-def test_rows_with_the_same_outcome_are_joined_up_to_the_width_of_a_cell():
-    rows = [("a", "yes"), ("b", "no"), ("c", "yes"), ("d" * 118, "yes"), ("e", "no")]
-    assert group_rows(rows) == [["a, c", "yes"], ["d" * 118, "yes"], ["b, e", "no"]]
 
 
 def test_budgets_stand_beside_one_budget_for_all(tmp_path, monkeypatch):

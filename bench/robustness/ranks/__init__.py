@@ -1,1 +1,0 @@
-"""Data-parallel engines of which one has no requests. Its steps without requests must not change an answer."""

@@ -1,1 +1,0 @@
-"""A server with clients that connect and disconnect. Answers must not change, and no cache block may be lost."""
