@@ -12,18 +12,17 @@ import httpx
 import pytest
 from support.asker import Asker
 from support.continuations import LOGPROB_TOLERANCE, gap_at_first_difference
-from support.deployments import SETTINGS, server
+from support.deployments import SETTINGS, prompts, server
 from support.engines import MODEL
 from support.hostile import Request, hostile_requests
 
 from bench.common.models import library_tokens, load_tokenizer
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.needles import build_questions
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 MINUTES = float(os.environ.get("NIGHTLY_MINUTES", "5"))
 """Duration of the storm of each backend."""
-MAX_MODEL_LEN, CONTEXT, ANSWER_TOKENS, CLIENTS = 2048, 1200, 32, 4
+MAX_MODEL_LEN, ANSWER_TOKENS, CLIENTS = 2048, 32, 4
 COMPACTING = {"compaction": {"method": "h2o", "budget_tokens": 512, "every": 16, "min_context_tokens": 0}}
 
 
@@ -57,26 +56,24 @@ def processes_of(group: int) -> list[str]:
     ids=["unique", "unique, preempted", "evicting h2o"],
 )
 def test_hostile_clients_take_nothing_from_others(backend, settings, few_blocks):
-    tokenizer = load_tokenizer(MODEL)
-    prompts = [each.prompt for each in build_questions(tokenizer, "kv", CONTEXT, 8, seed=1)]
-    longest = library_tokens(tokenizer, 0, MAX_MODEL_LEN - 64)
+    questions, longest = prompts(), library_tokens(load_tokenizer(MODEL), 0, MAX_MODEL_LEN - 64)
     pool_of_blocks = ["--num-gpu-blocks-override", "40"] if few_blocks else []
     with server("storm", *pool_of_blocks, backend=backend, settings=settings) as launched:
         asker = Asker(launched.client, MODEL.name, ANSWER_TOKENS)
         before = asker.used_blocks()
-        alone = [asker.ask(prompt) for prompt in prompts]
+        alone = [asker.ask(prompt) for prompt in questions]
         end = time.monotonic() + 60 * MINUTES
 
         def ask(client: int) -> list[float]:
             gaps, number = [], client
             while time.monotonic() < end:
-                expected, found = alone[number % len(alone)], asker.ask(prompts[number % len(alone)])
+                expected, found = alone[number % len(alone)], asker.ask(questions[number % len(alone)])
                 gaps.append(gap_at_first_difference(expected, found) or 0.0)
                 number += 1
             return gaps
 
         def attack(client: int) -> list[tuple[Request, str]]:
-            requests = hostile_requests(MODEL.name, prompts[0], longest, MAX_MODEL_LEN)[client::2]
+            requests = hostile_requests(MODEL.name, questions[0], longest, MAX_MODEL_LEN)[client::2]
             told = []
             while time.monotonic() < end:
                 request = requests[len(told) % len(requests)]
@@ -98,7 +95,7 @@ def test_hostile_clients_take_nothing_from_others(backend, settings, few_blocks)
         ]
         assert failed == []
         assert asker.used_blocks() == before
-        assert gap_at_first_difference(alone[0], asker.ask(prompts[0])) is None or excused
+        assert gap_at_first_difference(alone[0], asker.ask(questions[0])) is None or excused
         health = str(launched.client.base_url).removesuffix("/v1/") + "/health"
         assert httpx.get(health, trust_env=False).status_code == 200
         launched.process.send_signal(signal.SIGTERM)

@@ -65,13 +65,13 @@ class Request(NamedTuple):
         return self.kind in ("arguments", "dense")
 
 
-def hostile_requests(model: str, prompt: str, longest: list[int], max_model_len: int) -> list[Request]:
+def hostile_requests(model: str, prompt: list[int], longest: list[int], max_model_len: int) -> list[Request]:
     """All kinds of hostile requests in a random order.
 
     Args:
         model: the name of the served model.
-        prompt: a prompt of the well-behaved clients.
-        longest: a prompt of the longest context, in tokens.
+        prompt: one of the well-behaved clients, in tokens.
+        longest: one of the longest context, in tokens.
         max_model_len: the longest context in tokens.
     """
     rng = random.Random(0)
