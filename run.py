@@ -8,9 +8,9 @@
     python3 run.py setup                 only installs
     python3 run.py lock [arguments]      resolves requirements/{cpu,gpu}.lock again; arguments go to `uv pip compile`
 
-Needs only Python 3.11 or 3.12. Installs the versions in requirements/cpu.lock. Installs again when that file or
-pyproject.toml changes. Exit codes: 1 if the installation fails, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM.
-The same command continues an interrupted installation.
+Needs only Python 3.11 or 3.12. The first command installs the versions in requirements/cpu.lock: 2 to 10 minutes, 4 GB.
+Installs again when that file or pyproject.toml changes. Exit codes: 1 if the installation fails, 2 for bad usage, 130
+after Ctrl-C, 143 after SIGTERM. The same command continues an interrupted installation.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def _install() -> None:
         sys.exit(f"run.py: .venv: got a link to {VENV.resolve()}, allowed: a folder, or nothing")
     python, uv = str(BIN / "python"), str(BIN / "uv")
     into = ["--python", python]
-    print(f"run.py: making {VENV}", file=sys.stderr)
+    print(f"run.py: making {VENV}: 2 to 10 minutes, 4 GB", file=sys.stderr)
     # Only an environment that this script completed is cleared, never an environment of the user.
     try:
         venv.create(VENV, with_pip=True, clear=STAMP.exists())
@@ -121,7 +121,10 @@ def _lock(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Replace this process by a command. Return 2 for bad usage, and 0 if there is only an installation."""
+    """Replace this process by a command. Return 2 for bad usage, and 0 after help or an installation."""
+    if arguments[:1] in (["--help"], ["-h"], ["help"]):
+        print(__doc__)
+        return 0
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         print(f"run.py: Python: got {sys.version.split()[0]}, allowed: 3.11 or 3.12", file=sys.stderr)
         return 2
