@@ -40,6 +40,7 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
 from vllm_sparse_plugin.metrics.live import expose
+from vllm_sparse_plugin.metrics.settings import state_settings
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
@@ -125,6 +126,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         # Otherwise vLLM's first model runner would choose another backend for the draft, without statistics in its
         # blocks.
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
+    state_settings(name, config)
     if config.runs_kernels or config.compaction:
         expose()
 

@@ -33,6 +33,8 @@ class StubServer:
     """Replaces the answers to all other requests."""
     answers_left: int | None = None
     """Number of requests that are answered before all others get an error; None for all."""
+    metrics: str = ""
+    """The text of `/metrics`."""
     finish_reason: str = "stop"
     """Why every answer ended."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -58,6 +60,9 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
         def do_GET(self) -> None:
             if self.path == "/version":
                 self.reply({"version": "0.32.0"})
+                return
+            if self.path == "/metrics":
+                self.reply(stub.metrics)
                 return
             more = {"max_model_len": stub.max_model_len} if stub.max_model_len else {}
             models = [{"id": name, "object": "model", "created": 0, "owned_by": "me", **more} for name in stub.models]

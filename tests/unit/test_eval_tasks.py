@@ -1,5 +1,4 @@
 import functools
-import json
 import re
 from collections import Counter
 from itertools import pairwise
@@ -12,8 +11,8 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools import needles
 from vllm_sparse_plugin.tools.eval import ruler
 from vllm_sparse_plugin.tools.eval.items import Item, Prompter
-from vllm_sparse_plugin.tools.eval.metrics import METRICS, score
-from vllm_sparse_plugin.tools.eval.tasks import FILE_OPTIONS, GROUPS, NAMES, choose_tasks, plan_perplexity, plan_tasks
+from vllm_sparse_plugin.tools.eval.metrics import score
+from vllm_sparse_plugin.tools.eval.tasks import GROUPS, NAMES, choose_tasks, plan_perplexity, plan_tasks
 
 CONTEXT = 4096
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}<|assistant|>"
@@ -186,139 +185,25 @@ def test_the_most_frequent_coded_words_come_after_the_dots():
     assert counts[3] > counts[4]
 
 
-SENTENCE = "The house of {0} stands in the town of {0}town, and {0} has lived there for many years with two dogs. "
-
-
-@pytest.fixture
-def squad(tmp_path) -> Path:
-    articles = [
-        {
-            "paragraphs": [
-                {
-                    "context": f"P{i}. " + SENTENCE.format(f"Name{i}") * 3,
-                    "qas": [
-                        {"question": f"Where does Name{i} live?", "answers": [{"text": f"Name{i}town"}] * 2},
-                        {"question": "Unanswerable?", "answers": [], "is_impossible": True},
-                    ],
-                }
-            ]
-        }
-        for i in range(120)
-    ]
-    path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"data": articles}))
-    return path
-
-
-@pytest.fixture
-def hotpotqa(tmp_path) -> Path:
-    questions = [
-        {
-            "question": f"Who owns dogs in Name{i}town?",
-            "answer": f"Name{i}",
-            "context": [[f"Title {j}", [SENTENCE.format(f"Name{j}")] * 3] for j in (i, (i + 1) % 120)],
-        }
-        for i in range(120)
-    ]
-    path = tmp_path / "hotpotqa.json"
-    path.write_text(json.dumps(questions))
-    return path
-
-
-@pytest.mark.parametrize("name", FILE_OPTIONS)
-def test_questions_of_a_file_are_among_documents_that_fill_the_context(name, request):
-    option = FILE_OPTIONS[name]
-    files = {option: request.getfixturevalue(option)}
-    planned = plan_tasks([name], files, prompter(), [CONTEXT], 2, 0)
-    found = [each.build() for each in planned]
-    assert [each.id for each in planned] == [each.id for each in found] == [f"{name}/{CONTEXT}/{i}" for i in range(2)]
-    assert found[0].answers != found[1].answers
-    for each in found:
-        limit = CONTEXT - 32
-        assert limit - 8 <= len(each.context) + len(each.question) <= limit
-        context, question = text(each)
-        (answer,) = each.answers
-        number = re.search(r"Name(\d+)", answer)[1]
-        assert f"Name{number}" in question
-        documents = re.split(r"Document \d+:\n", context)[1:]
-        numbers = [int(each) for each in re.findall(r"Document (\d+):", context)]
-        assert numbers == list(range(1, len(documents) + 1))
-        assert len(documents) > 20
-        # Whole, wherever they are.
-        complete = SENTENCE.format(f"Name{number}") * 3
-        assert sum(complete.strip() in document for document in documents) == 1
-        if name == "qa_2":
-            other = SENTENCE.format(f"Name{(int(number) + 1) % 120}") * 3
-            assert sum(other.strip() in document for document in documents) == 1
-        assert each.metric == "string_match_part"
-        assert score(each, f"In {answer.upper()}.") == 1
-
-
-def test_a_file_with_too_little_text_is_refused(squad):
-    small = json.loads(squad.read_text())
-    small["data"] = small["data"][:5]
-    squad.write_text(json.dumps(small))
-    with pytest.raises(ConfigurationError, match=r"qa_1: got text for \d+ tokens, allowed: enough to fill 4064"):
-        plan_tasks(["qa_1"], {"squad": squad}, prompter(), [CONTEXT], 1, 0)[0].build()
-
-
-def test_more_questions_than_a_file_has_are_refused(squad):
-    planned = plan_tasks(["qa_1"], {"squad": squad}, prompter(), [CONTEXT], 121, 0)
-    with pytest.raises(ConfigurationError, match="questions: got 121, allowed: the 120 of squad"):
-        planned[120].build()
-
-
-BAD_FILES = {
-    "missing": (None, "No such file or directory"),
-    "no JSON": ("{", "Expecting property name"),
-    "other JSON": ('{"data": [{"title": 1}]}', "KeyError: 'paragraphs'"),
-    "a number": ("5", "TypeError"),
-    "no question": ('{"data": []}', "without a question"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_a_file_in_another_format_is_refused_in_one_sentence(tmp_path, case):
-    content, reason = BAD_FILES[case]
-    path = tmp_path / "file.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigurationError) as caught:
-        plan_tasks(["qa_1"], {"squad": path}, prompter(), [CONTEXT], 1, 0)
-    message = str(caught.value)
-    assert message.startswith(f"squad: got {str(path)!r}")
-    assert reason in message
-    assert message.endswith("allowed: JSON in SQuAD's format")
-
-
 def test_a_context_that_is_too_small_for_a_task_is_refused():
     with pytest.raises(ConfigurationError, match="context: got 1024 tokens, allowed: more for the task cwe"):
         item("cwe", 1024)
     with pytest.raises(ConfigurationError, match="context: got 1024 tokens, allowed: 4096 or more"):
-        plan_tasks(["vt"], {}, prompter(), [CONTEXT, 1024], 1, 0)
+        plan_tasks(["vt"], prompter(), [CONTEXT, 1024], 1, 0)
 
 
-def test_the_thirteen_tasks_and_the_needles_are_groups():
-    assert len(GROUPS["ruler"]) == 13
+def test_tasks_come_by_name_or_in_groups():
+    assert len(GROUPS["ruler"]) == 11
     assert GROUPS["needles"] == needles.TASKS
     assert len(set(NAMES)) == len(NAMES)
-    assert all(task.metric in METRICS for task in ruler.TASKS.values())
-
-
-def test_tasks_without_their_file_are_left_out_of_a_group_and_refused_by_name():
-    names, left_out = choose_tasks(["ruler", "kv", "vt"], {})
-    assert names == [*ruler.TASKS, "kv"]
-    assert left_out == ["qa_1", "qa_2"]
-    assert choose_tasks(["ruler"], {"hotpotqa": Path("x")})[1] == ["qa_1"]
-    with pytest.raises(ConfigurationError, match="task: got qa_2 without a file, allowed: with --hotpotqa FILE"):
-        choose_tasks(["qa_2"], {"squad": Path("x")})
+    assert choose_tasks(["ruler", "kv", "vt"]) == [*ruler.TASKS, "kv"]
     with pytest.raises(ConfigurationError, match=r"task: got 'niah', allowed: ruler, needles, niah_single_1, "):
-        choose_tasks(["niah"], {})
+        choose_tasks(["niah"])
 
 
 def test_needles_are_those_of_the_command_cut_at_the_question():
     questions = needles.build_questions(tokenizer(), "multikey", CONTEXT, 2, 3)
-    found = [each.build() for each in plan_tasks(["multikey"], {}, prompter(), [CONTEXT], 2, 3)]
+    found = [each.build() for each in plan_tasks(["multikey"], prompter(), [CONTEXT], 2, 3)]
     for question, each in zip(questions, found, strict=True):
         assert each.context + each.question == tokenizer().encode(question.prompt)
         assert prompter().decode(each.question).startswith("\nWhat is the special magic number for ")

@@ -12,15 +12,13 @@ from vllm_sparse_plugin.errors import ConfigurationError
 
 TABLES = {"matplotlib": "matplotlib", "scipy": "scipy"}
 """Modules that `eval` and `tune` need for comparisons and plots, with their packages."""
-METRICS = {"jieba": "jieba", "pytrec_eval": "pytrec-eval-terrier", "rapidfuzz": "rapidfuzz", "rouge": "rouge"}
-"""For the metrics of `eval --file`."""
 TRAINING = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
 """For `train`."""
 CONVERSION = {"accelerate": "accelerate", "gguf": "gguf"}
 """For `fetch-model`, and for `real` together with `STATISTICS`."""
 STATISTICS = {"scipy": "scipy"}
 """For intervals."""
-_ALL = TABLES | METRICS | TRAINING | CONVERSION
+_ALL = TABLES | TRAINING | CONVERSION
 
 
 def require_packages(command: str, packages: Mapping[str, str]) -> None:

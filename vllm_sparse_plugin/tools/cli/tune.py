@@ -22,6 +22,7 @@ from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools.arguments import (
     budget_section,
     complete_backend,
+    find_model,
     find_preset,
     parse_additional_config,
     read_prompts,
@@ -29,6 +30,7 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.cores import serve_command
 from vllm_sparse_plugin.tools.endings import BAD_INPUT, FAILED, open_console, undisturbed
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
+from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.provenance import check_output, describe_run, write_output, writing_in
 from vllm_sparse_plugin.tools.server import last_error, stop_group
 
@@ -43,7 +45,7 @@ _STOP_SECONDS = 10
 _LOST = {"agreement": "tokens", "overlap": "the overlap", "likelihood": "the likelihood per token"}
 """Words for the loss, by measure."""
 
-Model = Annotated[str, typer.Option(help="Folder or name.")]
+Model = Annotated[str, typer.Option(help="Folder, or a name that is downloaded.")]
 Prompts = Annotated[
     Path,
     typer.Option(
@@ -139,12 +141,15 @@ def tune(
     Dense attention runs twice, the second time in other batches: the difference is noise. The excess of a setting is
     its loss beyond that noise.
 
+    Every other prompt chooses the settings, the rest judge them: the whole 95 % interval of their excess must lie below
+    --most-excess in both halves.
+
     Prints and draws all settings, writes all measures to `frontier.jsonl`, and writes the chosen settings as a preset.
     Use the preset with `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
 
     Exit codes:
 
-    - 1: every setting exceeds --most-excess
+    - 1: no setting is shown to lose at most --most-excess
     - 2: bad input
     - 3: an engine failed
     """
@@ -154,13 +159,21 @@ def tune(
     backends = attention_backend or (_SELECTING if minimise == "bytes" else _EVICTING)
     settings = list(_settings(backends, budget))
     additional = _shared_config(parse_additional_config(engine_args, "engine_args"))
-    read_prompts(prompts)
-    name = Path(model).name
+    count = len(read_prompts(prompts))
+    model = str(find_model(model))
+    name = name_of(Path(model))
     folder = output or Path(f"tune-{name}")
     frontier, picture, preset = (folder / name for name in ("frontier.jsonl", "frontier.png", "sparse.yaml"))
     from vllm_sparse_plugin.tools.eval.progress import show_progress
     from vllm_sparse_plugin.tools.eval.results import read_results
-    from vllm_sparse_plugin.tools.eval.tuning import OBJECTIVES, choose, frontier_table, judge, plot_frontier
+    from vllm_sparse_plugin.tools.eval.tuning import (
+        OBJECTIVES,
+        choose,
+        frontier_table,
+        judge,
+        needed_prompts,
+        plot_frontier,
+    )
 
     console = open_console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
@@ -168,6 +181,13 @@ def tune(
     with writing_in(folder, "output"):
         for path in (frontier, picture, preset):
             check_output(path, "output")
+        if count < (needed := needed_prompts(most_excess, scored_tokens)):
+            console.print(
+                f"{count} prompts are few: {count // 2} judge, and cannot show a loss of at most {most_excess:.1%} for "
+                f"settings that change nothing. Give {needed} or more, more --scored-tokens or a larger "
+                "--most-excess.",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
         for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
             path = folder / f"{setting.name}.jsonl"
             options = [*shared, "--engine-args", engine_args, *setting.options(additional)]
@@ -186,14 +206,20 @@ def tune(
         lines[-1] |= {measured: _as_row(kept.found) for measured, kept in candidate.kept.items()}
         lines[-1]["dense_again"] = {measured: _as_row(kept.own) for measured, kept in candidate.kept.items()}
         lines[-1]["excess"] = {measured: _as_row(kept.excess) for measured, kept in candidate.kept.items()}
+        lines[-1] |= {"choosing": _as_row(candidate.choosing), "judging": _as_row(candidate.judging)}
     write_output(frontier, "".join(json.dumps(line) + "\n" for line in lines), "output")
     plot_frontier(candidates, most_excess, minimise, picture)
     most = f"{100 * most_excess:g}%"
-    if chosen is None:
+    if chosen is None or chosen.judging.high > most_excess:
+        if chosen is None:
+            reason = "No setting that reads or keeps less is shown to lose"
+        else:
+            reason = f"{chosen.name} was chosen on half of the prompts, but the other half does not show that it loses"
         console.print(
-            f"Every setting that reads or keeps less loses more than {most} of {_LOST[measure]} beyond the "
-            "noise of dense attention. Serve dense attention, or raise --most-excess."
-        )
+            f"{reason} at most {most} of {_LOST[measure]} beyond the noise of dense attention. Give more prompts, "
+            "raise --most-excess, or serve dense attention.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
         if preset.exists():
             # It is of another bound or other settings, but a server would read it as the result of this run.
             preset.unlink()
@@ -201,13 +227,11 @@ def tune(
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
     about = (
-        f"{chosen.excess.value:+.1%} of {_LOST[measure]} lost beyond the noise of dense attention, "
-        f"{OBJECTIVES[minimise].share(chosen):.1%} of its {OBJECTIVES[minimise].heading}, "
-        f"on {chosen.excess.count} prompts of {prompts.name}"
+        f"{chosen.judging.value:+.1%} of {_LOST[measure]} lost beyond the noise of dense attention "
+        f"(at most {chosen.judging.high:.1%}), {OBJECTIVES[minimise].share(chosen):.1%} of its "
+        f"{OBJECTIVES[minimise].heading}, on {chosen.judging.count} prompts of {prompts.name} that did not choose it"
     )
     write_output(preset, setting.preset(name, about), "output")
-    if chosen.excess.high > most_excess:
-        console.print(f"The interval of {chosen.name} reaches above {most}. More prompts would narrow it.")
     print(f"Wrote {preset}. To serve with it:")
     served = json.dumps({**additional, KEY: {"config": str(preset)}})
     options = ["--attention-backend", str(setting.backend), "--additional-config", served]

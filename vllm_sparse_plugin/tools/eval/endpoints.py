@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, DefaultHttpxClient, OpenAI, OpenAIError
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from vllm_sparse_plugin.config.account import Shares
@@ -31,6 +33,9 @@ _UNFINISHED = ("abort", "error")
 _TOKEN_ID = "token_id:"
 _MOST_LOGPROB = 1e-3
 """Rounding may lift a log probability above 0."""
+_STATED = ("vllm:cache_config_info", "vllm_sparse_settings_info")
+"""Metrics whose labels are settings of a server."""
+_CACHE_SETTINGS = ("block_size", "cache_dtype", "enable_prefix_caching")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -91,6 +96,7 @@ class Server:
         """
         self._client, self._concurrency = client, concurrency
         url = str(client.base_url)
+        self._url = url.rstrip("/").removesuffix("/v1")
         try:
             served = {str(each.id): each for each in client.models.list() if each.id}
         except _FAILURES as error:
@@ -101,15 +107,33 @@ class Server:
             raise ConfigurationError(f"model: got {model!r}, allowed at {url}: {', '.join(served) or 'nothing'}")
         self.model: str = model
         """Its name at the server."""
-        self.max_model_len: int | None = (served[model].model_extra or {}).get("max_model_len")
+        more = served[model].model_extra or {}
+        self.max_model_len: int | None = more.get("max_model_len")
         """Maximum tokens of prompt and answer together, if the server states it."""
+        self.root: str | None = more.get("root")
+        """Folder or name that the server has loaded, if it states it."""
 
-    def version(self) -> str | None:
-        """Return the vLLM version of the server, None for another program."""
-        url = str(self._client.base_url).rstrip("/").removesuffix("/v1") + "/version"
+    def settings(self) -> dict[str, Any]:
+        """Return what the server states about itself, None for what it does not state.
+
+        Its vLLM version, its model and longest context, some settings of its KV cache, and those of sparse attention.
+        """
+        version, about = None, {}
         with suppress(*_FAILURES):
-            return str(self._client.get(url, cast_to=dict[str, str])["version"])
-        return None
+            version = str(self._client.get(f"{self._url}/version", cast_to=dict[str, str])["version"])
+        with suppress(*_FAILURES):
+            text = self._client.get(f"{self._url}/metrics", cast_to=str)
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples if family.name in _STATED else ():
+                    about[family.name] = sample.labels
+        cache, sparse = (about.get(name, {}) for name in _STATED)
+        return {
+            "vllm": version,
+            "root": Path(self.root).name if self.root else None,
+            "max_model_len": self.max_model_len,
+            "cache": {name: cache[name] for name in _CACHE_SETTINGS if name in cache},
+            "sparse_attention": sparse or None,
+        }
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Answer requests with `concurrency` in flight. Further requests are prepared meanwhile."""

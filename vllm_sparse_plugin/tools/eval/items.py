@@ -40,14 +40,17 @@ class Item:
     """Maximum tokens of the answer; 0 for perplexity."""
     metric: str
     """Name in `metrics.METRICS`, or `NLL`."""
-    classes: tuple[str, ...] = ()
-    """For classification: all labels."""
 
     @property
     def digest(self) -> str:
         """Return 16 hexadecimal digits that identify the prompt and the answers."""
         parts = [array("q", self.context + self.question).tobytes(), *(answer.encode() for answer in self.answers)]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+    @property
+    def document(self) -> str:
+        """Return 16 hexadecimal digits that identify the text before the question."""
+        return hashlib.sha256(array("q", self.context).tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

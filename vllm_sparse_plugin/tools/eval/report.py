@@ -45,11 +45,12 @@ def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
     """
     found: dict[Place, Estimate] = {}
     for place, part in _places(results).items():
-        is_text, scores = part[0].metric == NLL, [result.score for result in part]
-        estimate = (estimate_amount if is_text else estimate_mean)(scores)
-        if is_text:
-            estimate = Estimate(_exp(estimate.value), _exp(estimate.low), _exp(estimate.high), estimate.count)
-        found[place] = estimate
+        scores = [result.score for result in part]
+        if part[0].metric != NLL:
+            found[place] = estimate_mean(scores, documents=[result.sample for result in part])
+            continue
+        nats = estimate_amount(scores)
+        found[place] = Estimate(_exp(nats.value), _exp(nats.low), _exp(nats.high), nats.count)
     return found
 
 
@@ -86,12 +87,11 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
     found: dict[Place, Difference] = {}
     for place, part in _places([first.results[name] for name in shared]).items():
         scores = [[held.results[result.id].score for result in part] for held in (first, second)]
-        is_text = part[0].metric == NLL
-        difference = (estimate_amount_difference if is_text else estimate_difference)(*scores)
-        if is_text:
-            low, high = _exp(difference.low), _exp(difference.high)
-            difference = Difference(_exp(difference.value), low, high, difference.p_value, difference.count)
-        found[place] = difference
+        if part[0].metric != NLL:
+            found[place] = estimate_difference(scores[0], scores[1], [result.sample for result in part])
+            continue
+        nats = estimate_amount_difference(*scores)
+        found[place] = Difference(_exp(nats.value), _exp(nats.low), _exp(nats.high), nats.p_value, nats.count)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import deque
@@ -20,7 +19,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.tools.eval.items import NLL, Item, PlannedItem, Prompter
 from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.files import MOST_BYTES, read_text
+from vllm_sparse_plugin.tools.files import read_text
 from vllm_sparse_plugin.tools.provenance import check_output
 
 DECODE_FROM = ("prompt", "question")
@@ -42,6 +41,8 @@ class Result(BaseModel):
     """Number of these tokens that were decoded one by one."""
     digest: str
     """Digest of the prompt and the right answers."""
+    document: str = ""
+    """Digest of the text before the question. Items with the same text are not independent."""
     answers: tuple[str, ...]
     completion: str
     metric: str
@@ -59,6 +60,11 @@ class Result(BaseModel):
     """Keys that the cache keeps during decoding, over those of the whole context."""
     memory_share: float | None = None
     """Bytes that the cache keeps during decoding, page statistics included, over those of dense attention."""
+
+    @property
+    def sample(self) -> str:
+        """What is independent of other samples: the document, or the item in files of earlier versions."""
+        return self.document or self.id
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ def ask(
                 prompt_tokens=len(item.context) + len(item.question),
                 forced_tokens=len(request.forced),
                 digest=item.digest,
+                document=item.document,
                 answers=item.answers,
                 completion=completion,
                 metric=item.metric,
@@ -167,8 +174,6 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
     if not path.exists():
         return ResultFile(path, settings)
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"{size} bytes")
         content = path.read_bytes()
         if not content:
             return ResultFile(path, settings)

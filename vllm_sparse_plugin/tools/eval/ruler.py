@@ -1,4 +1,4 @@
-"""Generators of RULER's thirteen tasks (arXiv 2404.06654), in the words that needle-8m was trained on.
+"""Generators of RULER's eleven tasks that need no file (arXiv 2404.06654), in the words that needle-8m was trained on.
 
 Sizes, counts, answer lengths and scoring are RULER's. The haystack is source code of the standard library instead of
 essays. A task draws its random parts and returns a function that writes the prompt at any size. This makes prompts as
@@ -12,13 +12,10 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
+from itertools import pairwise
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.items import Item, Prompter
-from vllm_sparse_plugin.tools.files import read_json
 from vllm_sparse_plugin.tools.needles import library_text, longest_fit, made_up_word, magic_needles, with_needles
 
 _NOISE = "The river runs past the mill. Rain falls on the hills. A cart waits at the gate. So the day goes on.\n"
@@ -29,6 +26,8 @@ _HOPS = 4
 _COMMON_WORDS, _COMMON_COUNT, _UNCOMMON_COUNT = 10, 30, 3
 _TOKENS_PER_CODED_WORD = 50
 _ANSWER = " Answer:"
+METRIC = "string_match_all"
+"""Metric of every task."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,20 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Task:
-    """One of the thirteen tasks."""
+    """One of the tasks."""
 
-    draw: Callable[[random.Random, int, int], Drawn]
-    """Takes the random generator, the context in tokens, and the index of the question in a file."""
+    draw: Callable[[random.Random, int], Drawn]
+    """Takes the random generator and the context in tokens."""
     answer_tokens: int
-    metric: str = "string_match_all"
 
 
 def build_item(task: Task, name: str, prompter: Prompter, context_tokens: int, index: int, seed: int) -> Item:
     """Return question `index` of a task, as long as prompt and answer fit in `context_tokens`.
 
     Raises:
-        ConfigurationError: the context is too small for the task, or a file has too little text.
+        ConfigurationError: the context is too small for the task.
     """
-    drawn = task.draw(random.Random(f"{seed} {name} {context_tokens} {index}"), context_tokens, index)
+    drawn = task.draw(random.Random(f"{seed} {name} {context_tokens} {index}"), context_tokens)
 
     def tokens(size: int) -> int:
         draft = drawn.write(size)
@@ -77,8 +75,6 @@ def build_item(task: Task, name: str, prompter: Prompter, context_tokens: int, i
     size = longest_fit(drawn.largest, tokens, limit)
     if size == 0:
         raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: more for the task {name}")
-    if size == drawn.largest:
-        raise ConfigurationError(f"{name}: got text for {tokens(size)} tokens, allowed: enough to fill {limit}")
     draft = drawn.write(size)
     context, question = prompter.split(draft.context, draft.question, draft.prefix)
     return Item(
@@ -89,14 +85,13 @@ def build_item(task: Task, name: str, prompter: Prompter, context_tokens: int, i
         question=question,
         answers=draft.answers,
         answer_tokens=task.answer_tokens,
-        metric=task.metric,
+        metric=METRIC,
     )
 
 
 def _needles_in_text(
     rng: random.Random,
     context_tokens: int,
-    _index: int,
     *,
     noise: bool = False,
     keys: int = 1,
@@ -120,9 +115,7 @@ def _needles_in_text(
     return Drawn(write, size)
 
 
-def _needles_only(
-    rng: random.Random, context_tokens: int, _index: int, *, keys: str = "words", values: str = "number"
-) -> Drawn:
+def _needles_only(rng: random.Random, context_tokens: int, *, keys: str = "words", values: str = "number") -> Drawn:
     """Only needles. The question asks for one of them."""
     needles = magic_needles(rng, context_tokens // _FEWEST_TOKENS_PER_NEEDLE, keys, values)
     depth = rng.random()
@@ -135,7 +128,7 @@ def _needles_only(
     return Drawn(write, len(needles))
 
 
-def _variable_tracking(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+def _variable_tracking(rng: random.Random, context_tokens: int) -> Drawn:
     """A chain of assignments spread over a text. The question asks for all variables with the first one's value."""
     size = context_tokens * _CHARS_PER_TOKEN
     text = _noise(size)
@@ -151,7 +144,7 @@ def _variable_tracking(rng: random.Random, context_tokens: int, _index: int) -> 
     return Drawn(write, size)
 
 
-def _common_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+def _common_words(rng: random.Random, context_tokens: int) -> Drawn:
     """A numbered list of words. Ten words are ten times as common as the others."""
     most = context_tokens // (_UNCOMMON_COUNT * _FEWEST_TOKENS_PER_WORD)
     words = _distinct(rng, made_up_word, 3 * _COMMON_WORDS + most)
@@ -167,7 +160,7 @@ def _common_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn
     return Drawn(write, len(uncommon))
 
 
-def _frequent_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+def _frequent_words(rng: random.Random, context_tokens: int) -> Drawn:
     """Coded words whose counts fall with the square of their rank. The first is noise, the next three are asked for."""
     words = ["...", *_distinct(rng, made_up_word, context_tokens // _TOKENS_PER_CODED_WORD)]
     weights = [rank**-2 for rank in range(1, len(words) + 1)]
@@ -183,50 +176,6 @@ def _frequent_words(rng: random.Random, context_tokens: int, _index: int) -> Dra
     return Drawn(write, context_tokens)
 
 
-@dataclass(frozen=True)
-class _Question:
-    text: str
-    answers: tuple[str, ...]
-    documents: frozenset[int]
-    """The documents that contain the answer."""
-
-
-def _file_question(
-    rng: random.Random,
-    context_tokens: int,
-    index: int,
-    *,
-    option: str,
-    questions: list[_Question],
-    documents: list[str],
-) -> Drawn:
-    """A question of a file, with its documents among others."""
-    if index >= len(questions):
-        raise ConfigurationError(f"questions: got {index + 1}, allowed: the {len(questions)} of {option}")
-    question = questions[index]
-    kept = [documents[i] for i in sorted(question.documents)]
-    others = [document for i, document in enumerate(documents) if i not in question.documents]
-    rng.shuffle(others)
-    ends = list(accumulate(map(len, others)))
-    order = rng.getrandbits(64)
-
-    def write(size: int) -> Draft:
-        # The last document is cut to fill the context.
-        added = [other[: max(size - end + len(other), 0)] for other, end in zip(others, ends, strict=True)]
-        shown = kept + [text for text in added if text]
-        random.Random(order).shuffle(shown)
-        texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(shown, 1))
-        context = f"Some of these documents answer a question.\n\n{texts}\n\n"
-        return Draft(
-            context,
-            f"Question: {question.text}\nAnswer in a few words of the documents.",
-            question.answers,
-            "\nAnswer:",
-        )
-
-    return Drawn(write, min(ends[-1] if ends else 1, context_tokens * _CHARS_PER_TOKEN))
-
-
 TASKS: dict[str, Task] = {
     "niah_single_1": Task(partial(_needles_in_text, noise=True), 128),
     "niah_single_2": Task(_needles_in_text, 128),
@@ -240,71 +189,7 @@ TASKS: dict[str, Task] = {
     "cwe": Task(_common_words, 120),
     "fwe": Task(_frequent_words, 50),
 }
-"""Tasks that need no file."""
-
-
-def squad_task(path: Path) -> Task:
-    """Return `qa_1` over a file in SQuAD's format.
-
-    Raises:
-        ConfigurationError: the file has another format.
-    """
-
-    def parse(data: Any) -> tuple[list[_Question], list[str]]:
-        paragraphs = [paragraph for article in data["data"] for paragraph in article["paragraphs"]]
-        documents = list(dict.fromkeys(paragraph["context"] for paragraph in paragraphs))
-        number = {document: i for i, document in enumerate(documents)}
-        questions = [
-            _Question(
-                asked["question"],
-                tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
-                frozenset({number[paragraph["context"]]}),
-            )
-            for paragraph in paragraphs
-            for asked in paragraph["qas"]
-            if asked["answers"] and not asked.get("is_impossible", False)
-        ]
-        return questions, documents
-
-    return _file_task("squad", path, "JSON in SQuAD's format", parse)
-
-
-def hotpotqa_task(path: Path) -> Task:
-    """Return `qa_2` over a file in HotpotQA's format.
-
-    Raises:
-        ConfigurationError: the file has another format.
-    """
-
-    def parse(data: Any) -> tuple[list[_Question], list[str]]:
-        def texts(asked: Any) -> list[str]:
-            return [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
-
-        documents = list(dict.fromkeys(text for asked in data for text in texts(asked)))
-        number = {document: i for i, document in enumerate(documents)}
-        questions = [
-            _Question(asked["question"], (asked["answer"],), frozenset(number[text] for text in texts(asked)))
-            for asked in data
-        ]
-        return questions, documents
-
-    return _file_task("hotpotqa", path, "JSON in HotpotQA's format", parse)
-
-
-def _file_task(
-    option: str, path: Path, allowed: str, parse: Callable[[Any], tuple[list[_Question], list[str]]]
-) -> Task:
-    try:
-        questions, documents = parse(read_json(path, option, allowed))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"{option}: got {str(path)!r} ({reason:.80}), allowed: {allowed}") from None
-    if not questions:
-        raise ConfigurationError(f"{option}: got {str(path)!r} without a question, allowed: {allowed}")
-    random.Random(0).shuffle(questions)
-    return Task(
-        partial(_file_question, option=option, questions=questions, documents=documents), 32, "string_match_part"
-    )
+"""Tasks by name."""
 
 
 def _noise(size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,8 @@ _LEVEL = 0.95
 _RESAMPLES = 9999
 _RATIO_RESAMPLES = 2000
 _SEED = 0
+_ROUNDING = 1e-18
+"""Squares of sums up to this are those of rounding."""
 _POSITIONS = 16
 """Positions of a text that count as one independent answer, if scores do not show how positions depend on each other.
 Counting each position would make the interval too narrow, counting the whole text too wide."""
@@ -40,7 +42,7 @@ class Difference:
     count: int
 
 
-def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
+def estimate_mean(scores: Sequence[float], positions: int = 1, documents: Sequence[Hashable] | None = None) -> Estimate:
     """Estimate a mean: Wilson's interval where all scores are 0 or 1, else a bootstrap.
 
     One score other than 0 and 1 has no known spread: the interval is unbounded. Equal scores do not show their spread
@@ -50,9 +52,12 @@ def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
     Args:
         scores: of independent items, from 0 to 1. Shares of likelihood can exceed 1.
         positions: minimum number of positions behind each share; 1 for scores that are not shares.
+        documents: the document of each item, if items share documents. Then documents, not items, are independent.
     """
     count = len(scores)
     mean = sum(scores) / count
+    if documents is not None and len(set(documents)) < count:
+        return Estimate(mean, *_by_document(scores, documents), count)
     if count > 1 and max(scores) == min(scores):
         low, high = _wilson(min(mean, 1.0), count * max(positions // _POSITIONS, 1))
         return Estimate(mean, *((low, high) if mean <= 1 else (mean - (1 - low), mean + (1 - low))), count)
@@ -61,16 +66,23 @@ def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
     return Estimate(mean, *_bootstrap(scores), count)
 
 
-def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+def estimate_difference(
+    first: Sequence[float], second: Sequence[float], documents: Sequence[Hashable] | None = None
+) -> Difference:
     """Estimate the mean of `second - first` over the same items, of scores from 0 to 1.
 
     If all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10)
     and McNemar's exact test. Otherwise: a paired bootstrap and a permutation test of the signs. A bootstrap of equal
     differences would report certainty. Their interval is Wilson's of the share of items that differ otherwise, of which
     none was seen and each may gain or lose everything.
+
+    If items share `documents`, documents are independent, not items: Student's t of the documents' sums, and a
+    permutation test of the signs of these sums.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
     count = len(differences)
+    if documents is not None and len(set(documents)) < count:
+        return _difference_by_document(differences, documents)
     if _all_binary([*first, *second]):
         gained, lost = differences.count(1), differences.count(-1)
         p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
@@ -145,7 +157,56 @@ def estimate_excess(own: Sequence[float], kept: Sequence[float], positions: int)
     return Estimate(mean, mean - low, mean + high, count)
 
 
-def _wilson(share: float, count: int) -> tuple[float, float]:
+def _by_document(scores: Sequence[float], documents: Sequence[Hashable]) -> tuple[float, float]:
+    """Return the interval of a mean of scores from 0 to 1 whose documents are independent.
+
+    Wilson's interval of the number of independent answers that would have the variance of the documents' sums, with
+    Student's t in place of the normal quantile (Dean and Pagano, Journal of Survey Statistics and Methodology 3, 2015).
+    Documents that are all alike do not show their spread: each counts as one answer.
+    """
+    mean, sums = sum(scores) / len(scores), _sums(scores, documents)
+    deviation, reach = _deviation(scores, documents), _reach(len(sums))
+    if len(sums) < 2:
+        return -math.inf, math.inf
+    if not deviation or not 0 < mean < 1:
+        return _wilson(mean, len(sums))
+    normal = float(stats.norm.ppf((1 + _LEVEL) / 2))
+    return _wilson(mean, min(mean * (1 - mean) / deviation**2 * (normal / reach) ** 2, len(scores)))
+
+
+def _difference_by_document(differences: Sequence[float], documents: Sequence[Hashable]) -> Difference:
+    mean, sums, count = sum(differences) / len(differences), _sums(differences, documents), len(differences)
+    if len(sums) < 2:
+        return Difference(mean, -math.inf, math.inf, 1.0, count)
+    p_value = estimate_amount_difference([0.0] * len(sums), sums).p_value
+    if deviation := _deviation(differences, documents):
+        reach = deviation * _reach(len(sums))
+        return Difference(mean, max(mean - reach, -1.0), min(mean + reach, 1.0), p_value, count)
+    _, others = _wilson(0.0, len(sums))
+    return Difference(mean, mean - others * (1 + mean), mean + others * (1 - mean), p_value, count)
+
+
+def _sums(values: Sequence[float], documents: Sequence[Hashable]) -> list[float]:
+    """Return the sum of each document's values."""
+    sums: dict[Hashable, float] = {}
+    for value, document in zip(values, documents, strict=True):
+        sums[document] = sums.get(document, 0.0) + value
+    return list(sums.values())
+
+
+def _deviation(values: Sequence[float], documents: Sequence[Hashable]) -> float:
+    """Return the standard deviation of the mean of values whose documents are independent; 0 below 2 documents."""
+    mean, count = sum(values) / len(values), len(set(documents))
+    squares = sum(each**2 for each in _sums([value - mean for value in values], documents))
+    return math.sqrt(count / max(count - 1, 1) * squares) / len(values) if squares > _ROUNDING else 0.0
+
+
+def _reach(documents: int) -> float:
+    """Return the quantile of Student's t of a mean over documents."""
+    return float(stats.t.ppf((1 + _LEVEL) / 2, max(documents - 1, 1)))
+
+
+def _wilson(share: float, count: float) -> tuple[float, float]:
     """Wilson's interval of a share of `count` answers."""
     squared = float(stats.norm.ppf((1 + _LEVEL) / 2)) ** 2
     middle = (share + squared / (2 * count)) / (1 + squared / count)

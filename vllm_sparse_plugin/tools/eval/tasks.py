@@ -1,4 +1,4 @@
-"""Plans the items of a run: generated tasks, benchmark files, and text for perplexity."""
+"""Plans the items of a run: generated tasks, and text for perplexity."""
 
 from __future__ import annotations
 
@@ -13,63 +13,38 @@ from vllm_sparse_plugin.tools.eval import ruler
 from vllm_sparse_plugin.tools.eval.items import COMPLETION, NLL, PERPLEXITY, Item, PlannedItem, Prompter
 from vllm_sparse_plugin.tools.files import read_text
 
-FILE_OPTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}
-"""Tasks that need a user's file, and the option for it."""
-GROUPS: dict[str, tuple[str, ...]] = {"ruler": (*ruler.TASKS, *FILE_OPTIONS), "needles": needles.TASKS}
+GROUPS: dict[str, tuple[str, ...]] = {"ruler": tuple(ruler.TASKS), "needles": needles.TASKS}
 """Groups of tasks."""
 NAMES = (*(name for names in GROUPS.values() for name in names), *needles.STRESS_TASKS)
 """Single tasks."""
-_FILE_TASKS = {"qa_1": ruler.squad_task, "qa_2": ruler.hotpotqa_task}
 
 
-def choose_tasks(chosen: Sequence[str], files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return the chosen tasks, and the tasks of a group that are skipped because their file is missing.
-
-    Args:
-        chosen: names of tasks and groups.
-        files: paths by option, see `FILE_OPTIONS`.
+def choose_tasks(chosen: Sequence[str]) -> list[str]:
+    """Return the tasks of given names of tasks and groups.
 
     Raises:
-        ConfigurationError: a name is unknown, or the file of a single named task is missing.
+        ConfigurationError: a name is unknown.
     """
-    names: dict[str, None] = {}
-    left_out: dict[str, None] = {}
     expect_known("task", chosen, (*GROUPS, *NAMES))
-    for name in chosen:
-        for each in GROUPS.get(name, (name,)):
-            option = FILE_OPTIONS.get(each)
-            if option is None or option in files:
-                names[each] = None
-            elif name in GROUPS:
-                left_out[each] = None
-            else:
-                raise ConfigurationError(f"task: got {name} without a file, allowed: with --{option} FILE")
-    return list(names), list(left_out)
+    return list(dict.fromkeys(each for name in chosen for each in GROUPS.get(name, (name,))))
 
 
 def plan_tasks(
-    names: Sequence[str],
-    files: Mapping[str, Path],
-    prompter: Prompter,
-    contexts: Sequence[int],
-    count: int,
-    seed: int,
+    names: Sequence[str], prompter: Prompter, contexts: Sequence[int], count: int, seed: int
 ) -> list[PlannedItem]:
     """Return `count` items per task and context, ordered by context, task and number.
 
     Raises:
-        ConfigurationError: a context is below `needles.MIN_CONTEXT_TOKENS`, or a file has another format.
+        ConfigurationError: a context is below `needles.MIN_CONTEXT_TOKENS`.
     """
     if names:
         needles.check_contexts(contexts)
-    tasks = dict(ruler.TASKS)
-    tasks |= {name: _FILE_TASKS[name](files[FILE_OPTIONS[name]]) for name in names if name in FILE_OPTIONS}
     planned = []
     for context_tokens, name in product(contexts, names):
         questions = cache(partial(needle_items, prompter, name, context_tokens, count, seed))
         for index in range(count):
-            if name in tasks:
-                build = partial(ruler.build_item, tasks[name], name, prompter, context_tokens, index, seed)
+            if name in ruler.TASKS:
+                build = partial(ruler.build_item, ruler.TASKS[name], name, prompter, context_tokens, index, seed)
             else:
                 build = partial(lambda questions, index: questions()[index], questions, index)
             planned.append(PlannedItem(f"{name}/{context_tokens}/{index}", build))
