@@ -1,8 +1,8 @@
 """A stand-in for `vllm-sparse serve`: answers the prompt [token] with the entry of that name.
 
 Reads from the variable STUB_SERVER a JSON object: `answers` by the last token of a prompt; `fails`, the attention
-backend that ends at its start; `interrupts`, whether a question sends Ctrl-C to the process that started it; `insists`,
-whether SIGTERM does so too and does not end this process; `pids`, a folder for a file with the id of this process.
+backend that ends at its start; `interrupts`, whether a question sends Ctrl-C to the process that started it; `pids`, a
+folder for a file with the id of this process.
 """
 
 import argparse
@@ -44,12 +44,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def interrupt(*_: object) -> None:
-    os.kill(os.getppid(), signal.SIGINT)
-
-
-if SETTINGS.get("insists"):
-    signal.signal(signal.SIGTERM, interrupt)
 (Path(SETTINGS["pids"]) / ARGUMENTS.attention_backend).write_text(str(os.getpid()))
 print("(EngineCore pid=7) INFO 01-01 00:00:00 [core.py:1] starts")
 if SETTINGS.get("fails") == ARGUMENTS.attention_backend:

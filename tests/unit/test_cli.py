@@ -179,7 +179,8 @@ def test_needles_refuses_a_folder_without_a_usable_model(run, tmp_path, content)
 @pytest.mark.usefixtures("no_servers")
 def test_needles_refuses_a_model_that_does_not_exist(run, tmp_path):
     missing = tmp_path / "missing"
-    assert refused(run("needles", "--model", str(missing))).startswith(f"model: got {str(missing)!r}, allowed: ")
+    said = refused(run("needles", "--model", str(missing)))
+    assert said == f"model: got {str(missing)!r}, which does not exist, allowed: the folder of a model"
 
 
 @pytest.mark.usefixtures("no_servers")

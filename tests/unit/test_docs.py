@@ -29,7 +29,7 @@ STANDS_FOR = {
     "{field}.{form}": (f"{KEY}.routing.threshold", f"{KEY}.routing.cubic"),
     "{field}.recommended": (f"{KEY}.routing.recommended",),
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
-    "{field}": (f"{KEY}.preset", "additional_config", "engine_args", "settings"),
+    "{field}": (f"{KEY}.preset", "additional_config", "engine_args", "settings", "task"),
     "{origin}": (f"{KEY}.config",),
     f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
@@ -37,7 +37,7 @@ STANDS_FOR = {
     "settings.{first['msg']}": (),
     "vllm-sparse {command}": tuple(f"vllm-sparse {name}" for name in ("eval", "fetch-model", "real", "train", "tune")),
     "{self._option}": (),  # the option of a report, which has an entry of its own
-    "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
+    "{option}": ("data", "json", "output", "prompts", "completions", "model", "tokenizer"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
     "{name}": ("density", "tau"),  # and a task of eval

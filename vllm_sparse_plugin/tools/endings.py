@@ -7,9 +7,9 @@
 | 2 | bad input, or an output that cannot be written |
 | 3 | a server or an engine failed, or memory ran out |
 | 129, 130, 143 | ended by SIGHUP, Ctrl-C, SIGTERM |
-| 141 | the reader of a pipe is gone |
 
-Any other exception is a bug in the plugin and keeps its traceback.
+If the reader of a pipe is gone, a command ends silently. Any other exception is a bug in the plugin and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -31,10 +30,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.extras import missing_package
 
 BAD_INPUT, FAILED = 2, 3
-_CLOSED_PIPE = 128 + signal.SIGPIPE
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-_REPEAT_SECONDS = 1.0
-"""A signal within this time of another does not interrupt what that one started."""
 UNWRITABLE = {
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENOSPC, errno.EPERM, errno.EROFS,
 }  # fmt: skip
@@ -43,17 +39,6 @@ _WIDTH = 160
 """Columns of tables without a terminal."""
 _handlers: dict[signal.Signals, Any] = {}
 """Signal handlers from before the command."""
-_signals: list[float] = []
-"""Times of signals since the command began, by `time.monotonic`."""
-
-
-class ClosedPipeError(RuntimeError):
-    """The reader of stdout is gone. Not an OSError, because Typer ends a command silently for one."""
-
-
-def _refuse_closed_pipe(_console: Console) -> NoReturn:
-    """Raise an error. rich would end the process silently, also while Typer prints a help text."""
-    raise ClosedPipeError
 
 
 def open_console() -> Console:
@@ -74,54 +59,33 @@ def run(command: Callable[[], Any]) -> None:
         # A file name may contain bytes that no encoding accepts.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    setattr(Console, "on_broken_pipe", _refuse_closed_pipe)  # noqa: B010
-    with _ending_signals():
+    _catch_signals()
+    try:
         code, sentence = _outcome(command)
-    # If Ctrl-C came while Python executed a text (dataclasses do that on import), `python -m` ignores the exit code and
-    # dies by SIGINT. Executing another text resets that.
-    exec("pass")
+    finally:
+        leave_signals()
     if sentence:
-        _complain(f"error: {' '.join(sentence.splitlines())}")
+        print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
     sys.exit(code)
 
 
 @contextmanager
-def explain_pipes() -> Iterator[None]:
-    """Turn the error of a closed pipe into an error that reaches `run`."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise ClosedPipeError from None
-
-
-@contextmanager
-def undisturbed() -> Iterator[Callable[[], bool]]:
-    """Delay signals until the end of the block. Then deliver the last one.
-
-    Yields:
-        A function that returns whether two or more signals came since the command began: the user does not want to
-        wait.
-    """
-    arrived: list[int] = []
+def undisturbed() -> Iterator[None]:
+    """Delay signals until the end of the block. Then deliver the last one."""
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield
         return
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        _signals.append(time.monotonic())
-        arrived.append(number)
-
+    arrived: list[int] = []
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     kept = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
     for number in kept:
-        signal.signal(number, note)
+        signal.signal(number, lambda number, _frame: arrived.append(number))
     try:
-        yield lambda: len(_signals) > 1
+        yield
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
         if arrived:
-            _signals.pop()  # the handler counts it
             signal.raise_signal(arrived[-1])
 
 
@@ -134,25 +98,26 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
         except SystemExit as ended:
             code = ended.code
         sys.stdout.flush()
-    except KeyboardInterrupt:  # without Typer, which turns it into an exit
-        return 128 + signal.SIGINT, None  # the handler printed the sentence
     except ConfigurationError as error:
         return BAD_INPUT, str(error)
     except ModuleNotFoundError as error:
         if (sentence := missing_package(error.name or "")) is None:
             raise
         return BAD_INPUT, sentence
-    except (ClosedPipeError, BrokenPipeError):
-        _drop(sys.stdout)
-        return _CLOSED_PIPE, "stdout: got a closed pipe, allowed: a reader that takes all of it"
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
             raise
         return FAILED, f"memory ran out: {str(error) or 'no reason given'}"
     except OSError as error:
+        if isinstance(error, BrokenPipeError) or error.filename is None:
+            # Python would write the rest again at its exit, and print a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return code, None
         if error.errno not in UNWRITABLE:
             raise
-        return BAD_INPUT, _about_full_disk(error)
+        name = "stdout" if error.filename is None else repr(error.filename)
+        return BAD_INPUT, f"{name}: got {error.strerror!r}, allowed: a place that can be written"
     return code, None
 
 
@@ -161,73 +126,25 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
-def _about_full_disk(error: OSError) -> str:
-    name = "output" if error.filename is None else repr(error.filename)
-    try:
-        if error.filename is None and not sys.stdout.isatty():
-            # A write error does not name its place. A partial row is lost, so an empty line does no harm.
-            os.write(sys.stdout.fileno(), b"\n")
-    except (OSError, ValueError):
-        name = "stdout"
-        _drop(sys.stdout)
-    return f"{name}: got {error.strerror!r}, allowed: a place that can be written"
-
-
-def _complain(sentence: str) -> None:
-    """Print a sentence on stderr. The exit code must not depend on whether anybody can read it."""
-    try:
-        if sys.stderr is not None:
-            print(sentence, file=sys.stderr, flush=True)
-    except RuntimeError:
-        pass  # a signal came while stderr was written
-    except (OSError, ValueError):
-        _drop(sys.stderr)
-
-
-def _drop(stream: TextIO) -> None:
-    """Discard the buffer of a standard stream. Python would write it again at its exit, and change the exit code."""
-    with suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-
-
-@contextmanager
-def _ending_signals() -> Iterator[None]:
+def _catch_signals() -> None:
     """Let signals end the command like an exception, which ends its child processes."""
+    _handlers.clear()
     if threading.current_thread() is not threading.main_thread():
-        yield
         return
-    _signals.clear()
-    _handlers.update({number: signal.getsignal(number) for number in _SIGNALS})
-    for number, handler in _handlers.items():
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
         # Shells make background jobs ignore some signals, and so does `nohup`.
         if handler in (signal.SIG_DFL, signal.default_int_handler):
+            _handlers[number] = handler
             signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        if _signals:
-            # Everything has stopped. Another signal would interrupt the interpreter's exit.
-            for number in _handlers:
-                signal.signal(number, signal.SIG_IGN)
-        else:
-            leave_signals()
 
 
 def leave_signals() -> None:
     """Restore the signal handlers from before the command, for programs that handle signals."""
     for number, handler in _handlers.items():
-        if handler is not None:
-            signal.signal(number, handler)
+        signal.signal(number, handler)
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    now = time.monotonic()
-    _signals.append(now)
-    if len(_signals) > 1 and now - _signals[-2] < _REPEAT_SECONDS:
-        return
-    _complain(f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run")
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    print(f"{_SIGNALS[signal.Signals(number)]}: stopping", file=sys.stderr)
     sys.exit(128 + number)

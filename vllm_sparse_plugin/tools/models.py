@@ -12,7 +12,10 @@ from typing import Any
 
 from vllm_sparse_plugin.config.fingerprint import add_pieces
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.caches import user_cache
 
+FETCHED = ("smollm2-135m", "gemma-3-270m")
+"""Models that `fetch-model` knows."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONTENT = {
     ".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors", ".tiktoken", ".txt"
@@ -29,10 +32,13 @@ _PIECES, _PIECE_BYTES = 256, 1 << 16
 
 
 def folder_of(model: str | Path) -> Path:
-    """Return the folder of a model, or of a name in Hugging Face's cache; otherwise the path unchanged."""
+    """Return the folder of a model, of a fetched model, or of a name in Hugging Face's cache; otherwise the path
+    unchanged."""
     path = Path(model)
     if path.exists() or not _HUB_NAME.fullmatch(str(model)):
         return path
+    if (fetched := fetched_folder(str(model))).is_dir():
+        return fetched
     # Imported here: folders do not need it.
     from huggingface_hub import snapshot_download
 
@@ -40,6 +46,18 @@ def folder_of(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or not a valid name
         return path
+
+
+def fetched_folder(name: str) -> Path:
+    """Return the folder to which `fetch-model` writes a model by default."""
+    return user_cache() / "vllm-sparse" / "models" / name
+
+
+def download_command(name: str) -> str | None:
+    """Return the command that brings a model by its name into the cache; None for what is no name."""
+    if name in FETCHED:
+        return f"vllm-sparse fetch-model {name}"
+    return f"hf download {name}" if _HUB_NAME.fullmatch(name) and "/" in name else None
 
 
 def name_of(folder: Path) -> str:

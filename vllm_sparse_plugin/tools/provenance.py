@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.files import try_lock
 from vllm_sparse_plugin.tools.models import name_of
-from vllm_sparse_plugin.tools.reports import Report
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = (
@@ -57,31 +56,6 @@ def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[st
         raise ConfigurationError(
             f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
         ) from None
-
-
-@contextmanager
-def writing_alone(path: Path, option: str) -> Iterator[None]:
-    """Lock a file that this run appends to. A file that is still empty at the end is removed.
-
-    Without file locks in the file system there is no protection.
-
-    Raises:
-        ConfigurationError: another run holds the file, or it cannot be written; the message names `option`.
-    """
-    is_new = not path.exists()
-    if not is_new and not path.is_file():
-        check_output(path, option)
-    with open_output(path, option, "a") as file:
-        if not try_lock(file):
-            raise ConfigurationError(
-                f"{option}: got {str(path)!r}, which another run is writing, allowed: another file, or this one when "
-                "that run has ended"
-            )
-        try:
-            yield
-        finally:
-            if is_new and path.exists() and not path.stat().st_size:
-                path.unlink()
 
 
 @contextmanager
@@ -148,6 +122,69 @@ def replacing(path: Path, option: str) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+class Report:
+    """A JSON lines file. It replaces the file of an earlier run when its first row is written."""
+
+    def __init__(self, path: Path | None, option: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Check that the file can be written.
+
+        Args:
+            path: of the file; None to write nothing.
+            option: name of the option.
+            describe: returns the first line, a description of the run.
+
+        Raises:
+            ConfigurationError: the file cannot be written; the message names `option`.
+        """
+        self._path, self._option = path, option
+        self._file: IO[str] | None = None
+        self._error: OSError | None = None
+        if path is None:
+            return
+        is_special = path.exists() and not path.is_file()
+        if not is_special:
+            check_output(path, option)
+        self._about = describe()
+        if is_special:
+            # A device or pipe loses nothing, and shows with the first line whether it is writable.
+            self._write()
+            self.check()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write a row. The first error ends the writing, not the run, see `check`."""
+        if self._path is not None and self._error is None:
+            self._write(row)
+
+    def check(self) -> None:
+        """Check that everything was written.
+
+        Raises:
+            ConfigurationError: a row was not written.
+        """
+        if self._error is not None:
+            raise ConfigurationError(
+                f"{self._option}: got {str(self._path)!r} ({self._error.strerror}), allowed: a file that can be written"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._error = self._error or error
+
+    def _write(self, *rows: Mapping[str, Any]) -> None:
+        assert self._path is not None
+        try:
+            if self._file is None:
+                self._file, rows = self._path.open("w", encoding="utf-8"), (self._about, *rows)
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.flush()
+        except OSError as error:
+            self._error = error
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class LaunchedServer:
         self.log = _make_log(name)
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
+            api_key=os.environ.get("VLLM_API_KEY") or "none",  # the server of this environment asks for it
             max_retries=0,
             timeout=_ANSWER_SECONDS,
             http_client=DefaultHttpxClient(trust_env=False),  # the environment's proxy must not see local requests
@@ -177,7 +177,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
         ServerError: the server does not start or stops answering.
     """
     with launch_server(name, settings) as server:
-        with show_progress(console, f"Starting the {name} server, log in {server.log}"):
+        with show_progress(console, f"Starting the {name} server, 1 to 4 min, log in {server.log}"):
             server.wait_until_ready()
         with server.explain_failures():
             yield server.client
@@ -222,16 +222,16 @@ def unwind_on_termination() -> None:
 def stop_group(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
     """End a process group: its leader and all its child processes.
 
-    Signals to this process do not shorten the wait. A second signal kills the group at once.
+    Signals to this process do not shorten the wait.
 
     Args:
         process: leader of the group.
         seconds: time limit for a normal end.
     """
-    with undisturbed() as is_urgent:
+    with undisturbed():
         process.terminate()
         end = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < end and not is_urgent():
+        while process.poll() is None and time.monotonic() < end:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0.1)
         with suppress(ProcessLookupError):

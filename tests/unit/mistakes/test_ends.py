@@ -3,7 +3,6 @@
 import importlib
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from vllm_sparse_plugin.tools.provenance import write_output
 
 NEEDS = {
     "eval": (["eval", "--output", "new"], extras.TABLES),
-    "eval --file": (["eval", "--output", "new", "--file", "x"], extras.TABLES | extras.METRICS),
     "eval show": (["eval", "show", "x"], extras.TABLES),
     "eval compare": (["eval", "compare", "x", "y"], extras.TABLES),
     "tune": (["tune", "--model", "x", "--prompts", "x"], extras.TABLES),
@@ -78,34 +76,12 @@ INTERRUPTED = {
     ),
 }
 """Arguments with which a command starts its work, and the function that it calls."""
-READING = {
-    "show-config": ([], "tools.cli.show_config.resolve"),
-    "plan": ([], "tools.cli.plan.read_config"),
-    "needles": ([], "tools.cli.needle_test.read_config"),
-    "diagnose": (["--prompts", "data.jsonl", "--json", "new"], "tools.arguments.read_json_lines"),
-    "calibrate": (["--prompts", "long.jsonl", "--output", "new"], "tools.arguments.read_json_lines"),
-    "anchors": (["--prompts", "long.jsonl", "--output", "new"], "tools.arguments.read_json_lines"),
-    "tune": (["--model", str(MODEL), "--prompts", "data.jsonl", "--output", "new"], "tools.arguments.read_json_lines"),
-    "real": (["--json", "new"], "tools.cli.fetch_model.find_fetched"),
-    "fetch-model": (["smollm2-135m", "--output", "new"], "tools.cli.fetch_model.find_fetched"),
-    "train": (["--data", "long.jsonl", "--output", "new"], "tools.training.data.read_json_lines"),
-    "eval": (
-        ["--completions", "data.jsonl", "--in-process", "--model", str(MODEL), "--output", "new"],
-        "tools.arguments.read_json_lines",
-    ),
-    "eval show": (["long.jsonl", "--plot", "new.png"], "tools.eval.results.read_results"),
-    "eval compare": (["long.jsonl", "long.jsonl", "--plot", "new.png"], "tools.eval.results.read_results"),
-}
-"""The same before the work, while a command reads its inputs."""
 
 
 @pytest.mark.parametrize("number", endings._SIGNALS)
-@pytest.mark.parametrize(
-    ("command", "phase"),
-    [(command, phase) for phase, table in (("reading", READING), ("working", INTERRUPTED)) for command in table],
-)
-def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, phase, number):
-    arguments, place = (READING if phase == "reading" else INTERRUPTED)[command]
+@pytest.mark.parametrize("command", INTERRUPTED)
+def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, number):
+    arguments, place = INTERRUPTED[command]
     pretend(monkeypatch, extras.CONVERSION)
     put("data.jsonl", WHOLE.encode() * 2)
     texts = ({"prompt": f"x = {number}\n" * 800, "completion": "y = 2\n" * 800} for number in (1, 2))
@@ -117,7 +93,7 @@ def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, ph
         owner = importlib.import_module(f"vllm_sparse_plugin.{owner}")
     monkeypatch.setattr(owner, name, lambda *_, **__: signal.raise_signal(number))
     said = sentence_of(run(*command.split(), *arguments), 128 + number)
-    assert said == f"{endings._SIGNALS[number]}: stopping; repeat to kill the processes that still run"
+    assert said == f"{endings._SIGNALS[number]}: stopping"
     # A run without a result leaves no file.
     assert sorted(path.name for path in Path().iterdir()) == ["data.jsonl", "long.jsonl"]
 
@@ -145,40 +121,6 @@ def test_a_signal_in_the_middle_of_a_file_keeps_the_last_one(run, monkeypatch, n
     monkeypatch.setattr(show_config, "notices_of", lambda *_: write(path))
     sentence_of(run("show-config"), 128 + signal.SIGTERM)
     assert {each.name: each.read_bytes() for each in Path().iterdir()} == {name: b"an old one"}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", ["show-config", "plan", "diagnose", "eval", "tune", "--help"])
-def test_a_signal_ends_a_command_that_is_imported(monkeypatch, tmp_path, command, number):
-    """The signal comes with the first import of a package of others."""
-    monkeypatch.undo()
-    (tmp_path / "interrupted.py").write_text(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from vllm_sparse_plugin.tools import cli, endings\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if endings._handlers and name.partition('.')[0] not in ('vllm_sparse_plugin', 'encodings'):\n"
-        "            sys.meta_path.remove(self)\n"
-        f"            signal.raise_signal({int(number)})\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "cli.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-m", "interrupted", command], cwd=tmp_path, capture_output=True, text=True)
-    said = sentence_of((done.returncode, done.stderr), 128 + number)
-    assert said.startswith(f"{endings._SIGNALS[number]}: stopping; ")
-
-
-def test_the_exit_code_stays_where_ctrl_c_comes_while_a_text_is_executed(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    (tmp_path / "command.py").write_text(
-        "import signal\n"
-        "from vllm_sparse_plugin.tools import endings\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "endings.run(lambda: exec('signal.raise_signal(signal.SIGINT)'))\n"
-    )
-    done = subprocess.run([sys.executable, "-m", "command"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert sentence_of((done.returncode, done.stderr), 130).startswith("Ctrl-C: stopping; ")
 
 
 def test_signals_that_a_shell_has_switched_off_stay_so(run, monkeypatch):

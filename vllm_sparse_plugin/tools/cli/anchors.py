@@ -31,6 +31,7 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.diagnostics.texts import DEFAULT_TASKS, SAMPLES, build_documents, read_texts
 from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.models import name_of, read_config, text_config
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
@@ -112,9 +113,9 @@ def anchors(
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
-    with console.status("Writing the documents"):
-        documents = build_documents(tokenizer, given, prompts, DEFAULT_TASKS, [tokens], SAMPLES, seed)
     with open_report(json_path, folder, "json") as report:
+        with show_progress(console, "Writing the documents"):
+            documents = build_documents(tokenizer, given, prompts, DEFAULT_TASKS, [tokens], SAMPLES, seed)
         with captured_model(folder, torch_device, documents.num_tokens, console) as (captured, progress):
             outcome = find_anchors(
                 captured, documents.fitting, documents.judging, selection, resolved.config.first_dense_layers, layers,

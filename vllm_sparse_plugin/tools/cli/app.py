@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.tools.arguments import run_app
-from vllm_sparse_plugin.tools.endings import explain_pipes, leave_signals
+from vllm_sparse_plugin.tools.endings import leave_signals
 
 
 class Command(NamedTuple):
@@ -86,16 +86,6 @@ class LazyGroup(TyperGroup):
                 leave_signals()
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
-
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments. `--help` and `--version` print and end here."""
-        with explain_pipes():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with explain_pipes():
-            return super().invoke(ctx)
 
 
 def load(name: str) -> Any:

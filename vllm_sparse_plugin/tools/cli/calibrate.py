@@ -39,6 +39,7 @@ from vllm_sparse_plugin.tools.diagnostics.texts import (
     read_texts,
 )
 from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.needles import ALL_TASKS, MIN_CONTEXT_TOKENS, check_questions
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
@@ -122,9 +123,9 @@ def calibrate(
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
-    with console.status("Writing the documents"):
-        documents = build_documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
     with open_report(json_path, folder, "json") as report:
+        with show_progress(console, "Writing the documents"):
+            documents = build_documents(tokenizer, texts, prompts, tasks, lengths, samples, seed)
         with captured_model(folder, torch_device, documents.num_tokens, console) as (captured, progress):
             outcome = calibration.calibrate(
                 captured, documents.fitting, documents.judging, skip_ratio,

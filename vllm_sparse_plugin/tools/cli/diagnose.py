@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.progress import track
 from rich.table import Table
 
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
@@ -31,10 +30,13 @@ from vllm_sparse_plugin.tools.arguments import (
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.needles import TASKS, build_questions, check_questions
 from vllm_sparse_plugin.tools.provenance import open_report
 
 DEFAULT_BUDGETS = (1024, 512, 256, 128, 64)
+_WORST = 3
+"""Layers that the summary names."""
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
 
 
@@ -119,27 +121,34 @@ def diagnose(
     # Imported here: bad input must not wait for it.
     torch_device = find_device(device)
     ensure_caches()
-    from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
+    from vllm_sparse_plugin.tools.diagnostics.forward import captured_model
 
     tokenizer = open_tokenizer(folder)
     console = open_console()
-    if entries is None:
-        with console.status("Writing the questions"):
-            entries = _needle_prompts(tokenizer, tasks, context, questions, seed)
-    encoded = [_encode(tokenizer, entry, queries, limit) for entry in entries]
-    rows: list[dict[str, Any]] = []
     with open_report(json_path, folder, "json") as report:
-        captured = CapturingModel(folder, torch_device)
-        for prompt in track(encoded, "Comparing", console=console, transient=True):
-            for index, inputs in enumerate(captured.run(prompt.tokens, prompt.queries)):
-                if inputs is None or (layer and index not in layer):
-                    continue
-                for row in _rows(prompt, index, inputs, compared):
-                    rows.append(row)
-                    report.add(row)
+        if entries is None:
+            with show_progress(console, "Writing the questions"):
+                entries = _needle_prompts(tokenizer, tasks, context, questions, seed)
+        encoded = [_encode(tokenizer, entry, queries, limit) for entry in entries]
+        rows: list[dict[str, Any]] = []
+        num_tokens = sum(len(prompt.tokens) for prompt in encoded)
+        with captured_model(folder, torch_device, num_tokens, console) as (captured, progress):
+            for prompt in encoded:
+                found = captured.run(prompt.tokens, prompt.queries)
+                progress(len(prompt.tokens) / 2)
+                for index, inputs in enumerate(found):
+                    if inputs is not None and (not layer or index in layer):
+                        for row in _rows(prompt, index, inputs, compared):
+                            rows.append(row)
+                            report.add(row)
+                    progress(len(prompt.tokens) / 2 / len(found))
         if not rows:
             raise ConfigurationError("layer: got no layer that selects pages, allowed: a layer of full attention")
         console.print(_table(rows, by))
+        if by != "budget":
+            console.print(_table(rows, "budget"))
+            for sentence in _worst(rows):
+                console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
@@ -219,3 +228,14 @@ def _table(rows: list[dict[str, Any]], by: str) -> Table:
         means = (sum(row[column] for row in found) / len(found) for column in _COLUMNS)
         table.add_row(*map(str, group), *(f"{mean:.4f}" for mean in means))
     return table
+
+
+def _worst(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a sentence on the layers with the least mass, for each backend and budget."""
+    masses: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for row in rows:
+        masses.setdefault((row["backend"], row["budget_tokens"]), {}).setdefault(row["layer"], []).append(row["mass"])
+    for (backend, budget), by_layer in masses.items():
+        worst = sorted((sum(found) / len(found), layer) for layer, found in by_layer.items())[:_WORST]
+        layers = ", ".join(f"{layer} ({mass:.4f})" for mass, layer in worst)
+        yield f"{backend}, {budget} tokens: least mass in layers {layers}."

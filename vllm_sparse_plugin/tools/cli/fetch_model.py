@@ -10,7 +10,8 @@ import typer
 from vllm_sparse_plugin.errors import choices, expect_known
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.extras import CONVERSION, require_packages
-from vllm_sparse_plugin.tools.fetching import MODELS, Origin, check_folder, default_folder, fetch, find_fetched
+from vllm_sparse_plugin.tools.fetching import MODELS, Origin, check_folder, fetch, find_fetched
+from vllm_sparse_plugin.tools.models import fetched_folder
 
 Name = Annotated[str, typer.Argument(help=f"{choices(MODELS)}.", metavar="MODEL")]
 Output = Annotated[
@@ -41,7 +42,7 @@ def fetched_model(name: str, output: Path | None, command: str) -> tuple[Path, O
         ConfigurationError: the name is unknown, packages are missing, or the model cannot be downloaded.
     """
     expect_known("model", [name], MODELS)
-    folder = output or default_folder(name)
+    folder = output or fetched_folder(name)
     origin = find_fetched(name, folder)
     if origin is None:
         check_folder(folder)

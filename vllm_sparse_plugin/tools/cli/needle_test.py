@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
@@ -42,8 +43,7 @@ from vllm_sparse_plugin.tools.eval.results import Result, ask
 from vllm_sparse_plugin.tools.eval.tasks import needle_items
 from vllm_sparse_plugin.tools.models import head_size_of, read_config, text_config
 from vllm_sparse_plugin.tools.needles import ALL_TASKS, QUICK_TASKS, TASKS, check_questions, first_line
-from vllm_sparse_plugin.tools.provenance import open_report
-from vllm_sparse_plugin.tools.reports import Report
+from vllm_sparse_plugin.tools.provenance import Report, open_report
 from vllm_sparse_plugin.tools.server import (
     LaunchedServer,
     ServerError,
@@ -59,6 +59,9 @@ _LEVEL = 0.95
 _MORE = (
     "This is the short test. The whole one: --all. The same questions to a server that reads the newest tokens only: "
     "--attention-backend streaming_llm."
+)
+_NO_GAIN = (
+    "The seconds are no gain: they contain the prompts, the model is small, and a short context leaves little to save."
 )
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
@@ -133,6 +136,8 @@ def needle_test(
             results = _ask_all(servers, plan, report, console)
             for name in backends:
                 console.print(_table(name, results[name], reference, results[reference], shares[name]))
+                console.print(_answers(name, results[name], reference, results[reference]))
+            console.print(_NO_GAIN, highlight=False, soft_wrap=True)
             enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
             if not everything:
                 console.print(_MORE, highlight=False, soft_wrap=True)
@@ -192,7 +197,7 @@ def _ask_all(
             try:
                 for name, settings in starting:
                     launched.append(running.enter_context(launch_server(name, settings)))
-                title = f"Starting the {' and the '.join(name for name, _ in starting)} server"
+                title = f"Starting the {' and the '.join(name for name, _ in starting)} server, 1 to 4 min"
                 with show_progress(console, title):
                     items = items or plan.items(servers[starting[0][0]].model)
                     for server in launched:
@@ -288,8 +293,9 @@ def _keep(settings: ServerSettings, console: Console) -> None:
     with run_server(name, settings, console) as client:
         body = {"model": settings.model.name, "prompt": _EXAMPLE_PROMPT, "temperature": 0, "max_tokens": 16}
         command = ["curl", "-s", f"{client.base_url}completions", "-H", "Content-Type: application/json"]
+        key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if os.environ.get("VLLM_API_KEY") else ""
         print(f"The {name} server is up, Ctrl-C stops it. Ask it for the number 4815162:\n")
-        print(shlex.join([*command, "-d", json.dumps(body)]), flush=True)
+        print(f"{shlex.join([*command, '-d', json.dumps(body)])}{key}", flush=True)
         with suppress(KeyboardInterrupt):
             while True:
                 time.sleep(5)
@@ -311,6 +317,20 @@ def _table(backend: str, sparse: list[Result], reference: str, dense: list[Resul
             f"{shares.read:.1%}" if keys.by_length else "?", f"{shares.kept:.1%}",
             *(f"{sum(result.seconds for result in part):.1f}" for part in parts),
         )  # fmt: skip
+    return table
+
+
+def _answers(backend: str, sparse: list[Result], reference: str, dense: list[Result]) -> Table:
+    """Return a table with the first answer of each task and context, and all answers in which the servers differ."""
+    table = Table(Column("task", no_wrap=True), title="Answers: the first of each task, and those that differ")
+    for heading in ("context", "right answer", reference, backend):
+        table.add_column(heading)
+    shown = set()
+    for of_sparse, of_dense in zip(sparse, dense, strict=True):
+        answers = [first_line(result.completion) for result in (of_dense, of_sparse)]
+        if _row(of_dense) not in shown or answers[0] != answers[1]:
+            shown.add(_row(of_dense))
+            table.add_row(of_dense.task, str(of_dense.context_tokens), of_dense.answers[0], *map(escape, answers))
     return table
 
 

@@ -22,7 +22,7 @@ from vllm_sparse_plugin.config import (
 )
 from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.config.offload import bytes_of
-from vllm_sparse_plugin.errors import ConfigurationError, expect_known
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.offload.refusals import refuse_settings
 from vllm_sparse_plugin.requests.arguments import kept_page_bytes, largest_selection
@@ -30,6 +30,7 @@ from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
     ModelFolder,
+    expect_cache_dtype,
     find_model,
     find_preset,
     parse_additional_config,
@@ -37,14 +38,14 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, text_config
 
-_CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
-"""KV-cache dtypes that the backends serve on a GPU."""
 _KERNEL_BLOCK = 16
 """FlashAttention needs blocks of a multiple of this many tokens."""
 _FIELDS_OF_OTHER_LAYERS = (
     "sliding_window", "attention_chunk_size", "full_attention_interval", "full_attn_idxs", "attn_layer_period"
 )  # fmt: skip
 """Fields of a config.json that does not name the kind of each layer, such as that of Gemma 3, Mistral or Jamba."""
+_GIVEN = "as given"
+"""Row of the settings in `--additional-config`."""
 _MOST_TOKENS = 1 << 30
 _BUS_BYTES_PER_SECOND = 48e9
 """What decode kernels read from host memory over PCIe 5 with 16 lanes."""
@@ -111,10 +112,10 @@ def plan(
     """Print how many requests fit a GPU's memory with each preset. Starts no server.
 
     The numbers are upper bounds: a server measures the memory of activations and CUDA graphs when it starts. One
-    request prefills, the others decode. A preset that a server refuses has no numbers.
+    request prefills, the others decode. Presets that are refused or with which no request fits have no row.
 
     Keys read and keys kept are shares of the longest prompt, in the first decode step after it. "?" means known only
-    at run time. `--additional-config` adds a row for `--attention-backend` with these settings.
+    at run time. `--additional-config` adds the row "as given" for `--attention-backend` with these settings.
     """
     folder = find_model(model)
     preset = find_preset(attention_backend)
@@ -133,13 +134,14 @@ def plan(
     trained = read_trained_section(folder)
     if settings is not None:
         resolve(settings, preset, trained)
-    prompts = sorted({max(1, context // part) for part in (16, 4, 2, 1)})
+    prompts = sorted({max(1, context // part) for part in (16, 4, 1)})
     table = Table(
-        Column("preset", no_wrap=True), "block", "keys read", "keys kept", "tokens of cache",
-        *(f"requests of {prompt:,}" for prompt in prompts),
+        *(Column(heading, no_wrap=True) for heading in ("preset", "keys\nread", "keys\nkept", "tokens\nof cache")),
+        *(f"{prompt:,}" for prompt in prompts), title="Requests that fit, by tokens of their prompts",
     )  # fmt: skip
-    host, notes = _bytes_of("host_memory", host_memory or "128GiB"), [*_other_layers(folder)]
-    for name, value, of_preset in _rows(settings, attention_backend.lower(), preset):
+    host, notes, fitting_none = _bytes_of("host_memory", host_memory or "128GiB"), [*_warnings(folder, context)], []
+    blocks: dict[int, list[str]] = {}
+    for name, value, of_preset in _rows(settings, preset):
         try:
             config = resolve(value, of_preset, trained)
             _expect_served(config, shape)
@@ -152,14 +154,22 @@ def plan(
                 notes.append(f"{name}: {offloading.describe(config, max_num_seqs)}")
         except ConfigurationError as error:
             notes.append(f"{name} is refused: {error}")
-            table.add_row(name, *["-"] * (4 + len(prompts)))
             continue
-        fits = [str(requests_at_once(tables, num_blocks, prompt, tokens)) for prompt in prompts]
+        fits = [requests_at_once(tables, num_blocks, prompt, tokens) for prompt in prompts]
+        if not fits[-1] and name not in (_GIVEN, "dense"):
+            fitting_none.append(name)
+            continue
+        blocks.setdefault(tokens, []).append(name)
         keys = ModelKeys(config, shape.layers, shape.head_size, tokens, shape.itemsize)
         shares = keys.shares(context)
         read = f"{shares.read:.1%}" if keys.by_length else "?"
         room = f"{num_blocks * tokens // len(tables):,}"
-        table.add_row(name, str(tokens), read, f"{shares.kept:.1%}", room, *fits)
+        table.add_row(name, read, f"{shares.kept:.1%}", room, *map(str, fits))
+    if fitting_none:
+        notes.append(f"No request of {context:,} tokens fits with {', '.join(fitting_none)}.")
+    sizes = sorted(blocks, key=lambda size: -len(blocks[size]))
+    others = "".join(f"; {size} with {', '.join(blocks[size])}" for size in sizes[1:])
+    notes.append(f"Blocks of {sizes[0]} tokens{others}.")
     console = open_console()
     console.print(f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
     console.print(table)
@@ -231,10 +241,10 @@ class _Offloading(NamedTuple):
         )
 
 
-def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, settings and preset of each row, dense attention first."""
+def _rows(settings: Any, preset: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, settings and preset of each row: the settings given, then dense attention."""
     if settings is not None:
-        yield f"{backend}, as given", settings, preset
+        yield _GIVEN, settings, preset
     for name in sorted(preset_names(), key=lambda name: (name != "dense", name)):
         yield name, None, name
 
@@ -297,13 +307,16 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
         ) from None
     if cache_dtype == "auto":
         cache_dtype = _declared_dtype(model_config)
-    expect_known("kv_cache_dtype", [cache_dtype], _CACHE_DTYPES)
+    expect_cache_dtype(cache_dtype)
     return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
 
 
-def _other_layers(folder: Path) -> Iterator[str]:
-    """Yield a sentence on the layers that do not attend to the whole context, if config.json names any."""
+def _warnings(folder: Path, context: int) -> Iterator[str]:
+    """Yield sentences on a context beyond the model's, and on layers that do not attend to the whole context."""
     config = text_config(read_config(folder))
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and context > longest:
+        yield f"A context of {context:,} tokens is beyond the model's {longest:,}; a server refuses it."
     # Some hybrids name their layers, others have a letter for each.
     named = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
     kinds = next((kinds for kinds in named if kinds and isinstance(kinds, (list, str))), [])
@@ -331,7 +344,8 @@ def _declared_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _bytes_of(field: str, text: str) -> int:
-    size = bytes_of(text)
+    # Without a unit a size would be bytes, which nobody means.
+    size = None if text.strip().isdigit() else bytes_of(text)
     if size is None:
         raise ConfigurationError(f"{field}: got {text!r}, allowed: a size such as 80GiB")
     return size

@@ -18,6 +18,7 @@ from vllm_sparse_plugin.errors import choices, expect_known
 from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Seed,
+    find_model,
     find_preset,
     model_limits,
     open_tokenizer,
@@ -29,8 +30,7 @@ from vllm_sparse_plugin.tools.endings import FAILED, open_console
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.tools.eval.items import NLL
 from vllm_sparse_plugin.tools.extras import STATISTICS, require_packages
-from vllm_sparse_plugin.tools.fetching import MODELS, default_folder
-from vllm_sparse_plugin.tools.models import end_tokens
+from vllm_sparse_plugin.tools.models import FETCHED, end_tokens, fetched_folder, name_of
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, check_contexts
 from vllm_sparse_plugin.tools.provenance import open_report
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
     from vllm_sparse_plugin.tools.eval.results import Result
     from vllm_sparse_plugin.tools.eval.statistics import Estimate
-    from vllm_sparse_plugin.tools.reports import Report
+    from vllm_sparse_plugin.tools.provenance import Report
     from vllm_sparse_plugin.tools.server import ServerSettings
 
 _DEFAULT = "smollm2-135m"
@@ -48,7 +48,7 @@ _BATCH = 4
 """Concurrency when dense attention is compared with itself. Another batch changes the rounding of a token."""
 _DENSE, _AGAIN = "dense", "dense, another batch"
 
-Name = Annotated[str, typer.Option(help=f"{choices(MODELS)}.")]
+Name = Annotated[str, typer.Option(help=f"{choices(FETCHED)}, which are fetched, or a model as in other commands.")]
 
 
 class _Asked(NamedTuple):
@@ -89,16 +89,18 @@ def real(
     """
     from vllm_sparse_plugin.tools.eval.ruler import TASKS
 
-    expect_known("model", [model], MODELS)
     preset = find_preset(attention_backend)
     settings = parse_additional_config(additional_config or "{}").get(KEY)
     resolve(settings, preset)
     names = task or list(_TASKS)
     expect_known("task", names, TASKS)
     check_contexts([context])
-    with open_report(json_path, default_folder(model), "json") as report:
+    is_fetched = model in FETCHED
+    folder = fetched_folder(model) if is_fetched else find_model(model)
+    with open_report(json_path, folder, "json") as report:
         require_packages("real", STATISTICS)
-        folder, _ = fetched_model(model, None, "real")
+        if is_fetched:
+            folder, _ = fetched_model(model, None, "real")
         check_contexts([context], model_limits(folder)[0])
         ensure_caches()
         # Imported here: bad input must not wait for it.
@@ -108,7 +110,7 @@ def real(
 
         prompter = Prompter(open_tokenizer(folder), end_tokens=end_tokens(folder))
         asked = _Asked(
-            plan_tasks(names, {}, prompter, [context], questions, seed),
+            plan_tasks(names, prompter, [context], questions, seed),
             plan_windows(_manual(), prompter, [context], texts, _SCORED_TOKENS),
         )
         dense = ServerSettings(folder, context, None, log_lines=0, every_core=True)
@@ -124,7 +126,7 @@ def real(
         except ServerError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
-        console.print(_table(model, runs, name))
+        console.print(_table(name_of(folder), runs, name))
 
 
 def _manual() -> str:

@@ -10,17 +10,19 @@ import typer
 from rich.table import Table
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, read_trained_section, resolve
+from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, check_additional_config, read_trained_section, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.notices import notices_of
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
+    expect_cache_dtype,
+    find_model,
     find_preset,
     parse_additional_config,
 )
 from vllm_sparse_plugin.tools.endings import open_console
-from vllm_sparse_plugin.tools.models import folder_of, read_config
+from vllm_sparse_plugin.tools.models import read_config
 
 
 def show_config(
@@ -37,8 +39,11 @@ def show_config(
     The notices that a server logs at start follow.
     """
     preset = find_preset(attention_backend)
-    trained = None if model is None else _trained_section(model)
-    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset, trained)
+    expect_cache_dtype(kv_cache_dtype)
+    additional = parse_additional_config(additional_config)
+    check_additional_config(additional)
+    trained = None if model is None else _trained_section(find_model(model))
+    resolved = resolve(additional.get(KEY), preset, trained)
     notices = notices_of(resolved, kv_cache_dtype)
     title = f"vllm_sparse_plugin {__version__}, attention backend {attention_backend}"
     table = Table("field", "value", "from", title=title)
@@ -52,12 +57,11 @@ def show_config(
         console.print(notice, highlight=False, markup=False, soft_wrap=True)
 
 
-def _trained_section(model: Path) -> dict[str, Any] | None:
-    folder = folder_of(model)
+def _trained_section(folder: Path) -> dict[str, Any] | None:
     try:
         read_config(folder)
     except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a config.json") from None
+        raise ConfigurationError(f"model: got {str(folder)!r}, allowed: a folder with a config.json") from None
     return read_trained_section(folder)
 
 

@@ -27,6 +27,7 @@ from vllm_sparse_plugin.tools.arguments import (
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cores import serve_command
 from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.eval.progress import Advance, show_progress
 from vllm_sparse_plugin.tools.extras import TRAINING, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
 from vllm_sparse_plugin.tools.provenance import describe_run
@@ -120,8 +121,9 @@ def train(
     console = open_console()
     ensure_caches()
     trainer = Trainer(run, rows, tokenizer, torch_device)
-    with console.status("Training") as status:
-        trainer.train(lambda row: _report(row, console, status))
+    left = chosen.steps - trainer.steps
+    with show_progress(console, f"Training: {left} steps", left) as advance:
+        trainer.train(lambda row: _report(row, console, advance))
     console.print(
         f"The model is in {output}, its curves in {output / CURVES}.", markup=False, highlight=False, soft_wrap=True
     )
@@ -129,10 +131,10 @@ def train(
     console.print(f"Serve it: {serve}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _report(row: dict[str, Any], console: Console, status: Any) -> None:
+def _report(row: dict[str, Any], console: Console, advance: Advance) -> None:
     if "objective" in row:
         mask = "hard mask" if row["temperature"] is None else f"T {row['temperature']:.3g}"
-        status.update(
+        advance(
             f"Step {row['step']}: objective {row['objective']:.4f}, {mask}, {row['tokens_per_second']:,.0f} tokens/s"
         )
         return

@@ -6,8 +6,7 @@ import sys
 
 import typer
 
-from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools.arguments import expect_backend
 from vllm_sparse_plugin.tools.cores import core_left_free
 from vllm_sparse_plugin.tools.cpu_memory import choose_space, value_of
 
@@ -15,8 +14,8 @@ from vllm_sparse_plugin.tools.cpu_memory import choose_space, value_of
 def serve(context: typer.Context) -> None:
     """Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`."""
     backend = value_of("attention-backend", context.args)
-    if backend is not None and backend.upper() not in BACKENDS:
-        _expect_vllms(backend)
+    if backend is not None:
+        expect_backend(backend)
     _say(core_left_free(), choose_space(context.args))
     _run("serve", context)
 
@@ -32,20 +31,6 @@ def _say(*sentences: str | None) -> None:
     for sentence in sentences:
         if sentence:
             print(f"vllm-sparse: {sentence}", file=sys.stderr)
-
-
-def _expect_vllms(backend: str) -> None:
-    """Refuse a name that neither the plugin nor vLLM has. vLLM would print a traceback.
-
-    Raises:
-        ConfigurationError: lists the plugin's names.
-    """
-    # Imported here: it takes seconds.
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if backend.upper() not in AttentionBackendEnum.__members__:
-        names = ", ".join(name.lower() for name in BACKENDS)
-        raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {names}, or a backend of vLLM's own")
 
 
 def _run(command: str, context: typer.Context) -> None:

@@ -101,7 +101,7 @@ def caught_weight(
     texts: Sequence[Text],
     selection: Selection,
     first_dense_layers: int,
-    progress: Callable[[int], None],
+    progress: Callable[[float], None],
 ) -> list[Caught]:
     """Return the mean of `caught_in` over the queries of all continuations of the texts.
 
@@ -211,7 +211,7 @@ def find_anchors(
     num_layers: int,
     share: int,
     ranks: int,
-    progress: Callable[[int], None],
+    progress: Callable[[float], None],
 ) -> Outcome:
     """Find anchors by some texts and judge them on others.
 

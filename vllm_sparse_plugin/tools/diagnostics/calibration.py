@@ -275,7 +275,7 @@ class _Calibration:
             raise ConfigurationError("model: got no layer of full attention to route, allowed: models with one")
         return routed
 
-    def scores(self, texts: Sequence[Text], progress: Callable[[int], None]) -> dict[int, torch.Tensor]:
+    def scores(self, texts: Sequence[Text], progress: Callable[[float], None]) -> dict[int, torch.Tensor]:
         """Return the scores of all groups of the texts, by length."""
         scores: dict[int, list[torch.Tensor]] = {}
         for text in texts:
@@ -315,7 +315,7 @@ def calibrate(
     fitting: Sequence[Text],
     judging: Sequence[Text],
     skip_ratio: float,
-    progress: Callable[[int], None],
+    progress: Callable[[float], None],
     score: GroupScore,
     dense_layers: int,
     about: Mapping[str, Any],

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.diagnostics.quality import Quality, Reading, measure
+from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, keeps_keys_alone, load_causal_lm, name_of
 
 if TYPE_CHECKING:
@@ -206,14 +205,14 @@ def _copied(layer: Any) -> Any:
 @contextmanager
 def captured_model(
     folder: Path, device: str, num_tokens: int, console: Console
-) -> Iterator[tuple[CapturingModel, Callable[[int], None]]]:
+) -> Iterator[tuple[CapturingModel, Callable[[float], None]]]:
     """Load a model, and show the progress of running it.
 
     Args:
         folder: of the model.
         device: torch's name of the device.
         num_tokens: tokens of all texts.
-        console: shows the bar.
+        console: shows the progress.
 
     Yields:
         The model, and a function that takes the tokens of each finished text.
@@ -221,9 +220,10 @@ def captured_model(
     Raises:
         ConfigurationError: see `CapturingModel`.
     """
-    with Progress(console=console, transient=True) as progress:
+    with show_progress(console, f"Loading {name_of(folder)}"):
         model = CapturingModel(folder, device)
-        yield model, partial(progress.advance, progress.add_task("Running the model", total=num_tokens))
+    with show_progress(console, f"Running the model over {num_tokens:,} tokens", num_tokens) as advance:
+        yield model, lambda tokens: advance(None, tokens)
 
 
 class PagedLayer:
