@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.common.options import make_app
-from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.lossless import lossless, lossless_variant
 from bench.serving.prefill import prefill, prefill_variant
@@ -20,8 +19,6 @@ def _serving() -> None:
     unwind_on_termination()
 
 
-app.command()(compaction)
-app.command(hidden=True)(compaction_variant)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(lossless)

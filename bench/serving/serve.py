@@ -174,12 +174,9 @@ def watched_columns(looks: Sequence[dict[str, float]]) -> Row:
     def seen(name: str) -> list[float]:
         return [metrics.get(f"vllm:{name}", 0.0) for metrics in looks]
 
-    running, preempted = seen("num_requests_running"), seen("num_preemptions_total")
-    # The cache, or the limit of running requests, is then the bottleneck.
-    limited = [number for number, waiting in zip(running, seen("num_requests_waiting"), strict=True) if waiting]
+    preempted = seen("num_preemptions_total")
     return {
-        "running_most": int(max(running, default=0)),
-        "running_mean_while_others_wait": round(sum(limited) / len(limited), 1) if limited else None,
+        "running_most": int(max(seen("num_requests_running"), default=0)),
         "kv_cache_usage_most": round(max(seen("kv_cache_usage_perc"), default=0), 4),
         "preemptions": int(preempted[-1] - preempted[0]) if preempted else 0,
     }

@@ -64,19 +64,19 @@ def test_loads_are_arguments_of_vllm_bench_serve():
     assert len({each.seed for each in loads}) == 4
 
 
-def test_a_watch_counts_who_runs_while_others_wait(monkeypatch):
+def test_a_watch_has_the_most_that_it_has_seen(monkeypatch):
     texts = iter(
-        f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:num_requests_waiting{{engine="0"}} {waiting}\n'
+        f'vllm:num_requests_running{{engine="0"}} {running}\n'
         f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\nvllm:num_preemptions_total{{engine="0"}} {preemptions}\n'
-        for running, waiting, usage, preemptions in ((2, 1, 0.5, 3), (4, 1, 0.9, 5), (9, 0, 0.25, 6))
+        for running, usage, preemptions in ((2, 0.5, 3), (4, 0.9, 5), (9, 0.25, 6))
     )
     monkeypatch.setattr(serve, "metrics_text", lambda client: next(texts))
     with serve.watch(None) as looks:
         looks.append(serve.read_metrics(next(texts)))
     assert serve.watched_columns(looks) == {
-        "running_most": 9, "running_mean_while_others_wait": 3.0, "kv_cache_usage_most": 0.9, "preemptions": 3,
+        "running_most": 9, "kv_cache_usage_most": 0.9, "preemptions": 3,
     }  # fmt: skip
-    assert serve.watched_columns([])["running_mean_while_others_wait"] is None
+    assert serve.watched_columns([])["preemptions"] == 0
 
 
 def test_each_variant_gets_a_server_and_a_failure_costs_no_other_row(monkeypatch, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Measured compaction and lossless mode."""
+"""Measured lossless mode."""
 
 import json
 import sys
@@ -7,27 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench.serving.__main__ import main as serving_main
-from bench.serving.compaction import Timed
-from bench.serving.compaction import columns as compaction_columns
 from bench.serving.lossless import measure_requests
 from bench.serving.lossless import table as lossless_table
-
-
-def test_compaction_takes_what_the_first_steps_behind_a_prompt_do_beyond_later_ones():
-    def timed(asked: float, step: float, longest: float) -> Timed:
-        # The other request decoded three tokens while the prompt was computed.
-        first = asked + 2.0
-        steps = [longest, step, step, step, *[step] * 24]
-        beside = [asked + 0.5, asked + 1.0, first]
-        for gap in steps:
-            beside.append(beside[-1] + gap)
-        return Timed(asked, [first, *beside[3:]], beside)
-
-    row = compaction_columns([timed(10.0, 0.01, 0.015), timed(20.0, 0.01, 0.017), timed(30.0, 0.01, 0.05)])
-    assert row == pytest.approx(
-        {"prefill_seconds": 2.0, "step_ms": 10.0, "compaction_ms": 7.0, "pause_ms": 7.0, "share_of_prefill": 0.0035,
-         "pause_in_steps": 0.7}
-    )  # fmt: skip
 
 
 class SteppingEngine:
