@@ -180,7 +180,7 @@ REFUSED = {
         ["--budget", "32768"],
         "context: got 32768 tokens, allowed: more than the budget, from 32769 to the model's 32768",
     ),
-    "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
+    "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', which does not exist, allowed: "),
     "no prompts": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
     "one prompt": (["--prompts", "one.jsonl"], "prompts: got one in 'one.jsonl', allowed: two or more"),
     "short prompts": (["--prompts", "short.jsonl"], "prompts: got a text of 3 tokens, allowed: the longest context's "),

@@ -255,7 +255,7 @@ REFUSED = {
         ["--context", "3", "--context", "8", "--prompts", "any.jsonl"],
         "context: got 3, 8 tokens, allowed: two or more lengths from 4 to the model's 32768",
     ),
-    "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
+    "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', which does not exist, allowed: "),
     "no prompts": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
     "output": (
         ["--output", "/nonexistent/a.yaml"],

@@ -298,3 +298,38 @@ def test_show_config_shows_what_auto_stands_for(run):
         settings = ["--additional-config", '{"sparse_attention": {"stopping": {}}}']
         out = run("show-config", "--attention-backend", backend, *settings)[1]
         assert rows(out)["stopping.block_tokens"] == (tokens, "default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--kv-cache-dtype", "fp7"], "kv_cache_dtype: got 'fp7', allowed: auto, bfloat16, "),
+        (
+            ["--additional-config", '{"sparce_attention": {}}'],
+            "additional_config: got the key 'sparce_attention' (did you",
+        ),
+        (
+            ["--model", "org/name"],
+            "model: got 'org/name', neither a folder nor in the cache, allowed: a folder, or this",
+        ),
+        (
+            ["--model", "smollm2-135m"],
+            "model: got 'smollm2-135m', neither a folder nor in the cache, allowed: a folder, or",
+        ),
+    ],
+)
+def test_show_config_refuses_what_a_server_refuses(run, monkeypatch, tmp_path, arguments, sentence):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = refused(run("show-config", *arguments))
+    assert said.startswith(sentence)
+    if arguments[0] == "--model":
+        name = arguments[1]
+        assert said.endswith(f"after `{'hf download' if '/' in name else 'vllm-sparse fetch-model'} {name}`")
+
+
+def test_a_fetched_model_is_found_by_its_name(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "vllm-sparse" / "models" / "smollm2-135m"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert run("show-config", "--model", "smollm2-135m")[0] == 0

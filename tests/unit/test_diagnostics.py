@@ -295,7 +295,7 @@ REFUSED = {
     ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
-    "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
+    "model": (["--model", "/nonexistent"], "model: got '/nonexistent', which does not exist, allowed: "),
     "no file": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
     "context": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to the model's 32768"),
     "task": (["--task", "riddle"], "task: got 'riddle', allowed: single, "),
@@ -370,5 +370,8 @@ def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
         for budget in (64, 128)
     }
     assert 0 < by_budget[64] < by_budget[128]
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert len(table) == 2 * 2 * 2
+    out = capsys.readouterr().out
+    # By head, then a summary by budget.
+    assert len([line for line in out.splitlines() if line.startswith("│")]) == 2 * 2 * 2 + 2 * 2
+    mean = by_budget[128] / sum(row["budget_tokens"] == 128 and row["backend"] == "unique" for row in rows)
+    assert f"unique, 128 tokens: least mass in layers 2 ({mean:.4f})." in out

@@ -198,3 +198,12 @@ def test_on_a_gpu_one_server_has_ended_when_the_next_one_starts(needles, monkeyp
         monkeypatch.setattr(needle_test, "_ask", check)
         assert needles(answers={"dense": ANSWERS, "unique": ANSWERS}).code == 0
         assert started == expected
+
+
+def test_a_server_is_asked_with_the_key_of_its_environment(needles, monkeypatch):
+    asked = []
+    monkeypatch.setattr(server, "OpenAI", lambda **options: asked.append(options["api_key"]) or sys.exit(7))
+    for key in ("secret", ""):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        needles(answers={"dense": ANSWERS, "unique": ANSWERS})
+    assert asked == ["secret", "none"]

@@ -133,3 +133,10 @@ def is_running(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("option", ["--help", "-h", "help"])
+def test_help_is_printed_and_installs_nothing(script, capsys, option):
+    assert load(script).main([option]) == 0
+    assert "python3 run.py needles" in capsys.readouterr().out
+    assert not (script.parent / ".venv").exists()

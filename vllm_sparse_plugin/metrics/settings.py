@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
-
-from prometheus_client import REGISTRY, Gauge, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.metrics.dropping import dropping
 
 SETTINGS = "vllm_sparse_settings_info"
-"""The metric's name. Its labels are the attention backend and the settings that differ from the schema's defaults."""
+"""The metric's name. Its labels are the attention backend and all settings."""
 _gauge = Gauge(
-    SETTINGS, "Attention backend and settings of sparse attention; always 1.", ["backend", "settings"], registry=None,
+    SETTINGS, "Attention backend and settings of sparse attention; always 1.", ["backend", "settings"],
     multiprocess_mode="mostrecent",
 )  # fmt: skip
-
-
-class _Collector(Collector):
-    """vLLM removes every collector whose name begins like its own. This one has no name."""
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metric."""
-        return _gauge.collect()
 
 
 def state_settings(backend: str, config: ResolvedConfig) -> None:
@@ -36,10 +24,4 @@ def state_settings(backend: str, config: ResolvedConfig) -> None:
     """
     with dropping("the settings are not stated"):
         _gauge.clear()
-        _gauge.labels(backend.lower(), config.config.model_dump_json(by_alias=True, exclude_defaults=True)).set(1)
-        _register()
-
-
-@cache
-def _register() -> None:
-    REGISTRY.register(_Collector())
+        _gauge.labels(backend.lower(), config.config.model_dump_json(by_alias=True)).set(1)
