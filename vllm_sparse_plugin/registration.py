@@ -40,16 +40,20 @@ def check_request(
     beam_search: bool,
     streams_input: bool,
     ignored: Collection[str],
+    fields: Any = None,
 ) -> None:
-    """Checks a request that has arguments for plugins, unknown fields or a growing prompt. It imports nothing for other
-    requests.
+    """Checks a request that has arguments for plugins, unknown fields, a growing prompt or drafts. It imports nothing
+    for other requests.
 
     Raises:
         ValueError: if one of this plugin's backends is chosen and cannot serve the request.
     """
-    if (arguments or streams_input or ignored) and compat.chosen_backend(vllm_config, BACKENDS):
+    drafts = vllm_config.speculative_config is not None
+    if (arguments or streams_input or ignored or drafts) and compat.chosen_backend(vllm_config, BACKENDS):
         from vllm_sparse_plugin.requests import check
 
+        if drafts:
+            check.check_drafts(fields)
         check.check_request(vllm_config, arguments, beam_search, streams_input, ignored)
 
 
@@ -126,6 +130,3 @@ def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
         check_layers(vllm_config, BACKENDS)
         if vllm_config.speculative_config is not None and current_platform.is_cpu():
             compat.mend_rejection_sampling()
-            compat.mend_min_tokens()
-            compat.mend_thinking_budgets()
-            compat.mend_logprobs_of_tokens()

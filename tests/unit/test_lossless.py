@@ -4,7 +4,6 @@ import pytest
 from support.settings import refusal
 
 from vllm_sparse_plugin.config import DraftRule, resolve
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 SHORTEST = {
     "its own setting": ({}, 8192),
@@ -101,4 +100,4 @@ def test_pages_are_kept_where_every_step_would_choose_some():
 )
 def test_the_memory_of_kept_pages(settings, pages):
     selection = {"selection": {"budget_tokens": 512}} | settings
-    assert kept_page_bytes(resolve(selection, "unique"), heads=256, requests=24) == 4 * pages * 256 * 24
+    assert resolve(selection, "unique").kept_page_bytes(heads=256, requests=24) == 4 * pages * 256 * 24

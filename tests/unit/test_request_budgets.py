@@ -378,6 +378,22 @@ def test_a_name_that_looks_like_an_argument_is_refused(name, meant):
     enter(engine_config(None), SamplingParams(extra_args={name: 512}))
 
 
+@pytest.mark.parametrize(
+    "field", [{"min_tokens": 4}, {"thinking_token_budget": 8}, {"logprob_token_ids": [1], "logprobs": 0}], ids=str
+)
+def test_what_drafts_change_on_a_cpu_is_refused(monkeypatch, field):
+    """vLLM's first model runner looks for these in the tokens before a draft alone."""
+    engine, params = engine_config("unique"), SamplingParams(**field)
+    enter(engine, params)
+    engine.speculative_config = SimpleNamespace(attention_backend=None)
+    name = next(iter(field))
+    with pytest.raises(VLLMValidationError, match=f"^{name}: got a value with drafts on a CPU, allowed: none$"):
+        enter(engine, params)
+    enter(engine, SamplingParams())
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    enter(engine, params)
+
+
 def test_names_of_others_are_theirs():
     names = ["parse", "spare", "project", "max_tokens", "thinking_token_budget", "forced_token_ids", "\u0440", ""]
     names += ["a" * 10**7, "budget_tokens" + "s" * 10**6, *map(str, range(10**4))]
@@ -455,6 +471,15 @@ def test_a_worker_does_not_remember_everything_that_clients_have_asked_for():
         runner.requests = {"a": SimpleNamespace(sampling_params=params)}
         assert requested.of_step(step) == [pages]
     assert len(requested._known) <= 1024
+
+
+def test_a_number_that_cannot_be_printed_does_not_end_a_worker():
+    runner = type("Runner", (), {})()
+    runner.input_batch = SimpleNamespace(num_reqs=1, req_ids=["a"])
+    params = SimpleNamespace(extra_args={"sparse_budget_tokens": 10**5000})
+    runner.requests = {"a": SimpleNamespace(sampling_params=params)}
+    requested = RequestedPages(resolve(None, "unique"), BatchRows(runner), on_gpu=False)
+    assert requested.of_step(SimpleNamespace(num_reqs=1)) == []
 
 
 def test_the_runner_says_what_each_request_of_a_batch_gave():

@@ -25,10 +25,7 @@ from vllm_sparse_plugin.compat.runners import (
     hook_speculators,
     is_dummy_run,
     mend_kernel_overrides,
-    mend_logprobs_of_tokens,
-    mend_min_tokens,
     mend_rejection_sampling,
-    mend_thinking_budgets,
 )
 
 __all__ = [
@@ -48,10 +45,7 @@ __all__ = [
     "hook_speculators",
     "is_dummy_run",
     "mend_kernel_overrides",
-    "mend_logprobs_of_tokens",
-    "mend_min_tokens",
     "mend_rejection_sampling",
-    "mend_thinking_budgets",
     "register_backend_names",
     "run_vllm_cli",
     "untested_vllm",

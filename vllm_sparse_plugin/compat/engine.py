@@ -161,7 +161,7 @@ def hook_platform(
 
 
 def hook_requests(
-    check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool, Collection[str]], None],
+    check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool, Collection[str], Any], None],
     salt: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], str | None],
     load: bool = False,
 ) -> None:
@@ -177,8 +177,8 @@ def hook_requests(
 
     Args:
         check: takes the configuration of an engine, `extra_args` of a request, whether it uses beam search, whether
-            its prompt grows, and the names of fields that the server ignores; raises ValueError for an unsupported
-            request.
+            its prompt grows, the names of fields that the server ignores, and the object with vLLM's fields; raises
+            ValueError for an unsupported request.
         salt: takes the configuration, `extra_args` and the cache salt of a request; returns the new salt.
         load: whether to import modules of vLLM's engine that are not imported yet.
     """
@@ -201,7 +201,7 @@ def hook_requests(
         def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 extra_args, grows = getattr(params, "extra_args", None), bool(kwargs.get("resumable"))
-                check(processor.vllm_config, extra_args, False, grows, ())
+                check(processor.vllm_config, extra_args, False, grows, (), params)
             except ValueError as error:
                 refuse(error)
             return process(processor, request_id, prompt, params, *args, **kwargs)
@@ -212,7 +212,7 @@ def hook_requests(
         def preprocess_add_request(core: Any, request: Any) -> Any:
             extra_args = getattr(request.sampling_params, "extra_args", None)
             if request.resumable:
-                check(core.vllm_config, extra_args, False, True, ())
+                check(core.vllm_config, extra_args, False, True, (), request.sampling_params)
             request.cache_salt = salt(core.vllm_config, extra_args, request.cache_salt)
             return preprocess(core, request)
 
@@ -232,6 +232,7 @@ def hook_requests(
                     bool(getattr(request, "use_beam_search", False)),
                     False,
                     getattr(request, "model_extra", None) or (),
+                    getattr(request, "sampling_params", None) or request,
                 )
             except ValueError as error:
                 return server.create_error_response(str(error))
@@ -269,7 +270,11 @@ def hook_lookahead() -> None:
 
 
 def _print_refusals_without_traceback() -> None:
-    """Prints a `ConfigurationError` that ends the process as one sentence. Other exceptions print as before."""
+    """Prints a `ConfigurationError` that ends the process as one sentence. Other exceptions print as before.
+
+    Reason: vLLM prints a refusal of a platform as a traceback of a hundred lines.
+    Versions: 0.32, 0.33. Remove when vLLM prints the error of a check at start alone.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -180,149 +178,6 @@ def mend_rejection_sampling() -> None:
 
     setattr(apply_top_k_top_p, HOOKED, True)
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
-
-
-def mend_min_tokens() -> None:
-    """Lets vLLM's first model runner end an answer with the token after its drafts, once it has `min_tokens`.
-    Idempotent.
-
-    Reason: the sampler of that token counts the tokens without the drafts before it, which it follows only if they are
-    accepted. An answer that had reached `min_tokens` within its drafts could not end there.
-    Versions: 0.32, 0.33. Remove when `MinTokensLogitsProcessor` counts the drafts before such a token.
-    """
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-    from vllm.v1.sample.sampler import Sampler
-
-    apply: Any = Sampler.apply_logits_processors
-    if getattr(apply, HOOKED, False):
-        return
-
-    def behind(drafts: Sequence[Sequence[int]], processor: Any) -> Any:
-        if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
-            return processor
-        later = copy.copy(processor)
-        later.min_toks = {
-            request: (least - len(drafts[request]), *rest) for request, (least, *rest) in processor.min_toks.items()
-        }
-        # Forgets requests that have enough tokens.
-        later.update_state(None)
-        return later
-
-    @functools.wraps(apply)
-    def apply_logits_processors(sampler: Any, logits: torch.Tensor, metadata: Any, predict_bonus_token: bool) -> Any:
-        if predict_bonus_token and metadata.spec_token_ids:
-            processors = [behind(metadata.spec_token_ids, each) for each in metadata.logitsprocs.all]
-            metadata = replace(metadata, logitsprocs=LogitsProcessors(processors))
-        return apply(sampler, logits, metadata, predict_bonus_token)
-
-    setattr(apply_logits_processors, HOOKED, True)
-    setattr(Sampler, "apply_logits_processors", apply_logits_processors)  # noqa: B010
-
-
-def mend_thinking_budgets() -> None:
-    """Lets vLLM's first model runner end thinking at `thinking_token_budget` where a server without drafts does.
-    Idempotent.
-
-    Reason: in a step without drafts every row of the logits was taken for the first, so the end token that a request
-    was forced to have went to another request. Drafts beyond the budget, and right drafts of the end, moved the end.
-    Versions: 0.32, 0.33. Remove when `ThinkingBudgetStateHolder` forces the same tokens with and without drafts.
-    """
-    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-
-    update, apply = ThinkingBudgetStateHolder.update_state, ThinkingBudgetStateHolder._apply_forcing_to_logits
-    if getattr(update, HOOKED, False):
-        return
-
-    def forced_after(holder: Any, state: dict[str, Any], output: list[int]) -> int | None:
-        """Returns the token that must follow an output; the state has seen the output without its last token."""
-        state.update(output_tok_ids=output, spec_token_ids=[], force_index=[])
-        holder._update_think_state(state)
-        forces = state["in_end"] and state["force_index"] and state["end_count"] < len(holder.think_end_token_ids)
-        return holder.think_end_token_ids[state["end_count"]] if forces else None
-
-    @functools.wraps(update)
-    def update_state(
-        holder: Any,
-        output_token_ids: Sequence[list[int]],
-        spec_token_ids: Sequence[Sequence[int]] | None,
-        repeat_indices: torch.Tensor | None = None,
-    ) -> None:
-        if not holder.in_spec_mode:
-            update(holder, output_token_ids, spec_token_ids, repeat_indices)
-            return
-        for row, state in holder._state.items():
-            if row >= len(output_token_ids):
-                continue
-            output, drafts = output_token_ids[row], spec_token_ids[row] if spec_token_ids else ()
-            for length in range(state.get("seen", len(output)), len(output)):
-                forced_after(holder, state, output[:length])
-            state["seen"] = len(output)
-            # Drafts may be wrong, so only a copy sees them.
-            ahead = dict(state)
-            contexts = ([*output, *drafts[:count]] for count in range(len(drafts) + 1))
-            state["forced"] = [forced_after(holder, ahead, context) for context in contexts]
-
-    @functools.wraps(apply)
-    def apply_forcing(
-        holder: Any, logits: torch.Tensor, predict_bonus_token: bool, spec_token_ids: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        if not holder.in_spec_mode:
-            found: torch.Tensor = apply(holder, logits, predict_bonus_token, spec_token_ids)
-            return found
-        # The rows of drafts come without those of the tokens after them.
-        counts = [len(drafts) for drafts in spec_token_ids]
-        of_drafts = not predict_bonus_token and any(counts)
-        for row, state in holder._state.items():
-            forced = state.get("forced", [])
-            first = sum(counts[:row]) if of_drafts else row
-            for place, token in enumerate(forced[:-1] if of_drafts else forced[-1:], start=first):
-                if token is not None:
-                    logits[place, token] = 1e9
-        return logits
-
-    setattr(update_state, HOOKED, True)
-    setattr(ThinkingBudgetStateHolder, "update_state", update_state)  # noqa: B010
-    setattr(ThinkingBudgetStateHolder, "_apply_forcing_to_logits", apply_forcing)  # noqa: B010
-
-
-def mend_logprobs_of_tokens() -> None:
-    """Lets vLLM's first model runner return the log probabilities of `logprob_token_ids` in steps with drafts.
-    Idempotent.
-
-    Reason: the rejection sampler ignores these tokens, but its sampler of the token after a draft does not. Beside a
-    request with `logprobs` the shapes differed and the engine ended; otherwise such a request got no numbers.
-    Versions: 0.32. Remove when `RejectionSampler` returns the log probabilities of these tokens.
-    """
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-
-    sample: Any = RejectionSampler.forward
-    if getattr(sample, HOOKED, False):
-        return
-
-    @functools.wraps(sample)
-    def forward(
-        sampler: Any, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
-    ) -> Any:
-        asked = sampling_metadata.logprob_token_ids
-        if not asked:
-            return sample(sampler, metadata, draft_probs, logits, sampling_metadata)
-        wanted = max(sampling_metadata.max_num_logprobs or 0, *map(len, asked.values()))
-        every = replace(sampling_metadata, logprob_token_ids=None, max_num_logprobs=logits.shape[-1])
-        output = sample(sampler, metadata, draft_probs, logits, every)
-        found = output.logprobs_tensors
-        by_token = found.logprobs[:, 1:].scatter(1, found.logprob_token_ids[:, 1:].long(), found.logprobs[:, 1:])
-        numbers, tokens = found.logprobs[:, : 1 + wanted].clone(), found.logprob_token_ids[:, : 1 + wanted].clone()
-        places = output.sampled_token_ids.shape[1]
-        for request, given in asked.items():
-            rows = slice(request * places, (request + 1) * places)
-            numbers[rows, 1 : 1 + len(given)] = by_token[rows, given]
-            tokens[rows, 1 : 1 + len(given)] = tokens.new_tensor(given)
-        output.logprobs_tensors = found._replace(logprobs=numbers, logprob_token_ids=tokens)
-        return output
-
-    setattr(forward, HOOKED, True)
-    setattr(RejectionSampler, "forward", forward)  # noqa: B010
 
 
 def mend_kernel_overrides() -> None:

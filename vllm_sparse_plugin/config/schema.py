@@ -275,6 +275,25 @@ class ResolvedConfig:
         )
 
     @property
+    def kept_pages(self) -> int:
+        """The most pages of a row that a step of a draft reads because an earlier step has chosen them; 0 if each step
+        chooses."""
+        rule, selector = self.draft_rule, self.selector
+        if rule is None or selector is None or not rule.keeps_pages:
+            return 0
+        return selector.budget_pages + rule.next_pages(selector.page_size)
+
+    def kept_page_bytes(self, heads: int, requests: int) -> int:
+        """Returns the GPU memory of the pages that a step of a draft chooses for later steps, in bytes; 0 for none.
+
+        Args:
+            heads: KV heads of all layers.
+            requests: the most requests that run at once.
+        """
+        # int32
+        return 4 * heads * requests * self.kept_pages
+
+    @property
     def draft_is_sparse(self) -> bool:
         """Whether the layers of a draft model read selected pages."""
         return self.config.speculation.draft == "sparse"

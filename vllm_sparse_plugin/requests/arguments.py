@@ -44,27 +44,6 @@ def largest_selection(config: ResolvedConfig) -> int:
     return most_pages_on_gpu(config.selector) if takes_budgets(config) else config.selector.budget_pages
 
 
-def kept_page_bytes(config: ResolvedConfig, heads: int, requests: int) -> int:
-    """Returns the GPU memory of pages that a step of a draft chooses for later steps, in bytes; 0 for none.
-
-    Args:
-        config: the settings of the server.
-        heads: KV heads of all layers.
-        requests: the most requests that run at once.
-    """
-    # int32
-    return 4 * heads * requests * kept_pages(config)
-
-
-def kept_pages(config: ResolvedConfig) -> int:
-    """Returns the most pages of a row that a step of a draft reads because an earlier step has chosen them; 0 if each
-    step chooses."""
-    rule, selector = config.draft_rule, config.selector
-    if rule is None or selector is None or not rule.keeps_pages:
-        return 0
-    return selector.budget_pages + rule.next_pages(selector.page_size)
-
-
 def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False) -> int | None:
     """Returns the complete pages that a decode step of a request reads per KV head; None to follow the settings.
 

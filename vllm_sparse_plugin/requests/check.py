@@ -87,6 +87,23 @@ def check_request(
         protected_ranges(arguments, config, layers_over_everything(vllm_config))
 
 
+def check_drafts(fields: Any) -> None:
+    """Refuses what vLLM's first model runner, that of a CPU, answers otherwise with drafts than without.
+
+    It looks for `min_tokens` and `thinking_token_budget` in the tokens before a draft alone, and returns no log
+    probabilities of `logprob_token_ids`.
+
+    Args:
+        fields: the object with vLLM's fields of a request, or its sampling parameters; None for none.
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name in ("min_tokens", "thinking_token_budget", "logprob_token_ids"):
+        if getattr(fields, name, None) and not _on_gpu():
+            raise ValueError(f"{name}: got a value with drafts on a CPU, allowed: none")
+
+
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
     """Returns the cache salt that vLLM hashes with the blocks of a request.
 

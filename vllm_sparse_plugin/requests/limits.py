@@ -46,7 +46,11 @@ class RequestedPages:
 
     def _look_up(self, arguments: Mapping[str, Any]) -> int | None:
         values = tuple(arguments.get(name) for name in READS)
-        key = tuple(map(repr, values))
+        try:
+            key = tuple(map(repr, values))
+        except ValueError:
+            # Python refuses to print integers of more than 4,300 digits. No budget is as large.
+            return None
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()

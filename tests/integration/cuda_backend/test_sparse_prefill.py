@@ -19,7 +19,6 @@ from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.metrics import dropping
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes
 
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
@@ -255,7 +254,7 @@ def scratch_of_blocks() -> int:
 
 def pages_between_drafts() -> int:
     config = resolve({"lossless": {"score_every": 8}}, "lossless")
-    return kept_page_bytes(config, HEADS, REQUESTS)
+    return config.kept_page_bytes(HEADS, REQUESTS)
 
 
 def evicting(method: str, **more: object) -> dict[str, object]:

@@ -25,7 +25,7 @@ from vllm_sparse_plugin.config import BlockPrefill, Compaction, ResolvedConfig
 from vllm_sparse_plugin.metrics.dropping import dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import Selection, reads_selection
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes, kept_pages, largest_selection
+from vllm_sparse_plugin.requests.arguments import largest_selection
 
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes that choosing tokens takes in one layer, in addition to gathered queries and outputs. It grows with the
@@ -103,7 +103,7 @@ def scratch_of(impl: SparseImpl, config: ResolvedConfig, query: torch.Tensor) ->
             rows = min(rows, rows_at_once(splits, *of_head, rows_per_request))
             shared += 4 * rows * scratch_numbers(splits)
         passing = max(passing, rows * row_bytes(splits, *of_head))
-    lasting += kept_page_bytes(config, impl.num_kv_heads, size.requests)
+    lasting += config.kept_page_bytes(impl.num_kv_heads, size.requests)
     return Scratch(passing, lasting + -(-shared // layers))
 
 
@@ -116,7 +116,7 @@ def _decode_scratch(
         group_size=impl.num_queries_per_kv,
         head_size=impl.head_size,
         max_pages=size.longest_context // selector.page_size,
-        k=max(largest_selection(config), kept_pages(config)),
+        k=max(largest_selection(config), config.kept_pages),
         stopping=config.stop_rule is not None,
     )
     return decode_bytes(

@@ -25,7 +25,7 @@ from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.offload.refusals import refuse_settings
-from vllm_sparse_plugin.requests.arguments import kept_page_bytes, largest_selection
+from vllm_sparse_plugin.requests.arguments import largest_selection
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
@@ -270,7 +270,7 @@ def _pool(
 ) -> tuple[list[Retention | None], int]:
     """Return the retention of each block table of a request, and the number of blocks that the tables share."""
     layer_bytes = shape.block_bytes(config, block_size)
-    memory -= kept_page_bytes(config, shape.layers * shape.kv_heads, running)
+    memory -= config.kept_page_bytes(shape.layers * shape.kv_heads, running)
     if config.compaction is not None:
         # Queries have 16 bits where keys have fewer.
         memory -= running * config.compaction.query_bytes(shape.layers, shape.heads, shape.head_size, 2)
