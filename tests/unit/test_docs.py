@@ -45,7 +45,7 @@ STANDS_FOR = {
     "{given[0]}": ("sparse", "sparse_budget_tokens"),
     "{', '.join(names)}": (),  # arguments of a request, which are refused alone, too
     "{', '.join(reads)}": (),  # the same
-    "{', '.join(misplaced)}": (),  # fields of a request that are arguments, or are not known
+    "{printable(', '.join(misplaced))}": (),  # fields of a request that are arguments, or are not known
     "{', '.join(values)}": (),  # the same
     "{PROTECT}": ("sparse_protect",),
     "{FORCED_TOKENS_ARGUMENT}": (),  # refused by the server, for one request
