@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common.pages import INDEX, dates, index_heading, link, relative
+from bench.common.pages import INDEX, index_heading, link, relative, wrap
 from bench.common.results import RESULTS, read_runs
 
 _ABOUT = """\
@@ -15,14 +15,13 @@ _ABOUT = """\
 # Results
 
 All numbers in the pages come from these files, `MACHINE/STUDY/NAME.jsonl`.
-The first line of a file describes the run: command, commit, versions, hardware (`head -1 FILE`).
+The first line of a file describes the run: command, date, commit, versions, hardware (`head -1 FILE`).
+Here each file stands with its commits; `-` is a commit that was not recorded.
 Each other line is one measurement. Options and modules may have other names today than in a recorded command.
 Machines: `cpu-2core` has two cores of a server processor, `h100` and `h200` have one to four NVIDIA H100 or H200.
 A `+` after a commit means that the checkout had uncommitted changes.
 """
 _COMMIT_CHARACTERS = 7
-# Without outer bars, the index stays short enough to read.
-_HEADINGS = "file | date | commit\n---|---|---"
 
 
 def result_files() -> list[Path]:
@@ -36,20 +35,20 @@ def is_misplaced(path: Path) -> bool:
 
 
 def render_index() -> str:
-    """The index: a table for each study, a row for each file."""
+    """The index: a list for each study, a file with its commits in each item."""
     studies: dict[str, list[str]] = {}
     for path in result_files():
         studies.setdefault(index_heading(path), []).append(_row(path))
     parts = [_ABOUT.strip()]
     for heading, rows in studies.items():
-        parts += [f"## {heading}", "\n".join([_HEADINGS, *rows])]
+        parts += [f"## {heading}", wrap(", ".join(rows), "")]
     return relative(INDEX, "\n\n".join(parts) + "\n")
 
 
 def _row(path: Path) -> str:
     runs = read_runs(path)
-    commits = ", ".join(dict.fromkeys(_short(run.commit) for run in runs))
-    return f"{link(path.stem, path)} | {dates(run.day for run in runs)} | {commits}"
+    commits = " ".join(dict.fromkeys(_short(run.commit) for run in runs))
+    return f"{link(path.stem, path)} {commits}"
 
 
 def _short(commit: str | None) -> str:

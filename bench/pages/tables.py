@@ -99,6 +99,11 @@ def _largest(load: str) -> tuple[int, ...]:
     return max((int(context), len(parts), int(count)) for count, context in parts)
 
 
+def _is_unlike(load: str) -> bool:
+    """Whether a load has what the table of decode steps has not: mixed, dense, very short or very long requests."""
+    return bool(re.search(r"^(?!16x32K\+1x128K).*([+:]|x(1K|200|700K)$)", load))
+
+
 def _loads(load: str) -> str:
     """Describes the requests of a load: `8x32K+1x128K:dense` is `8 of 32K, 1 of 128K (dense)`."""
     parts = []
@@ -293,7 +298,7 @@ TABLES: Mapping[str, Spec] = {
          "requests": lambda row: _loads(row["load"])},
         {"FlashAttention 3, ms": Cell(_ms(variant=_is_dense)), "`unique`, ms": Cell(_ms(variant=_is_unique)),
          "ratio": Cell(ratio(_ms(variant=_is_dense), _ms(variant=_is_unique)))},
-        where={"ms_per_token": lambda value: value is not None},
+        where={"ms_per_token": lambda value: value is not None, "load": _is_unlike},
     ),
     "prefill-gpu": Table(
         ("h200/prefill/chunks_*",),
