@@ -12,7 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, RKVCompaction, SnapKVCompaction, ZipVLPrefill
+from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, SnapKVCompaction, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, is_beside_a_model
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -92,9 +92,7 @@ class Situation(NamedTuple):
     def has_narrow_pools(self) -> bool:
         """Whether votes of a prompt's tokens are pooled over fewer tokens than a number or a name has."""
         compaction = self.config.compaction
-        if isinstance(compaction, RKVCompaction) or not isinstance(compaction, SnapKVCompaction):
-            return False
-        return compaction.pool_tokens < WIDE_POOL
+        return isinstance(compaction, SnapKVCompaction) and compaction.pool_tokens < WIDE_POOL
 
     @property
     def has_heavy_hitters(self) -> bool:

@@ -460,12 +460,12 @@ def assert_likeliest(folder: Path, prompts: list[list[int]], answers: list[list[
         assert (likely.amax(dim=-1) - chosen).max() < TIE
 
 
-def test_protected_needles_are_found_among_random_tokens():
+def test_protected_needles_are_found_among_heavy_hitters():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     questions = build_questions(tokenizer, "multikey", 4096, 4, seed=1)
     needles = [{"sparse_protect": needle_range(tokenizer, question)} for question in questions]
     shares = []
-    with run_engine("dense", {"compaction": {"method": "random", "budget_tokens": 512, "every": 64}}) as engine:
+    with run_engine("dense", {"compaction": {"method": "h2o", "budget_tokens": 512, "every": 64}}) as engine:
         for arguments in (needles, None):
             answers = engine.answer([question.prompt for question in questions], 24, arguments=arguments)
             texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

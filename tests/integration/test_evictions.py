@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
-from sparse_kernels.compaction import random_votes
-from sparse_kernels.compaction.rule import SIMILAR
 from sparse_kernels.page_statistics import update_page_statistics
 from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
@@ -29,8 +27,6 @@ SHARED = {"budget_tokens": 96, "min_context_tokens": 0, "every": 40}
 METHODS = {
     "snapkv": {"method": "snapkv", "window_tokens": 8, "pool_tokens": 5},
     "h2o": {"method": "h2o"},
-    "r_kv": {"method": "r_kv", "importance_share": 0.5},
-    "random": {"method": "random"},
 }
 
 
@@ -62,8 +58,6 @@ class Model:
     """Learned sink logits of the query heads."""
     protected: frozenset[int] = frozenset()
     """Tokens that the request protects."""
-    layer: int = 0
-    """Number of the layer in the model."""
     left: int = 0
     held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(HEADS)])
     sums: list[dict[int, float]] = field(default_factory=lambda: [{} for _ in range(HEADS)])
@@ -92,12 +86,6 @@ class Model:
             reach = rule.pool_tokens // 2
             scores = [max(scores[max(0, at - reach) : min(newest, at + reach + 1)]) for at in range(newest)]
             scores += [0.0] * (len(held) - newest)
-        if rule.importance_share is not None:
-            rest = 1 - rule.importance_share
-            redundant = self._redundancy(head, held)
-            scores = [
-                rule.importance_share * a / self.weights - rest * b for a, b in zip(scores, redundant, strict=True)
-            ]
         always = {*range(rule.sink_tokens), *range(newest, end)}
         always |= {at for at in range(end) if held[at] in self.protected}
         others = sorted(set(range(end)) - always, key=lambda at: (-scores[at], at))
@@ -106,25 +94,11 @@ class Model:
 
     def _scores(self, head: int, held: list[int]) -> list[float]:
         rule = self.compaction.rule()
-        if rule.random_seed is not None:
-            positions = range(max(held) + 1)
-            votes = random_votes(positions, [self.layer], range(HEADS), rule.random_seed, torch.device("cpu"))
-            return votes[0, head, held].tolist()
         if rule.every_query:
             return [self.sums[head][token] for token in held]
         query = torch.stack(self.queries[-rule.window_tokens :]).unflatten(1, (HEADS, -1))[:, head]
-        self.weights = query.shape[0] * query.shape[1]
         softmax = Softmax(0.125, 0.0, self.sinks)
         return votes_of(query, self.request.keys[held, head], len(held) - 1, softmax, head * query.shape[1])
-
-    def _redundancy(self, head: int, held: list[int]) -> list[float]:
-        unit = torch.nn.functional.normalize(self.request.keys[held, head].double(), dim=-1)
-        cosine = (unit @ unit.T).fill_diagonal_(0)
-        for row in cosine:
-            alike = (row > SIMILAR).nonzero()[:, 0].tolist()
-            if alike:
-                row[alike[-1]] = 0
-        return cosine.mean(dim=0).softmax(dim=0).tolist()
 
     def attend(self) -> torch.Tensor:
         """Attention of the newest tokens, `[new, num_heads, head_size]`; they vote and are held from now on."""
@@ -212,7 +186,7 @@ def test_each_layer_keeps_what_its_own_queries_and_keys_say(model, method):
     harness, settings = harness_of(model, settings_of(method)), settings_of(method)
     layers, request = TwoLayers(harness), harness.request(150)
     second = Request(request.blocks, request.prompt_tokens, request.keys, request.values)
-    models = [Model(settings, request), Model(settings, second, layer=1)]
+    models = [Model(settings, request), Model(settings, second)]
     for new in (150, *[1] * 90):
         for each in models:
             each.before(new)
@@ -297,7 +271,7 @@ def test_a_prompt_behind_a_hit_leaves_shared_blocks_as_they_are(model, method):
 
 def test_a_budget_that_covers_everything_changes_nothing(model):
     outputs = []
-    for compaction in (None, settings_of("snapkv", budget_tokens=640), settings_of("random", min_context_tokens=640)):
+    for compaction in (None, settings_of("snapkv", budget_tokens=640), settings_of("h2o", min_context_tokens=640)):
         harness = harness_of(model, compaction, "unique", selection={"policy": "unique", "budget_tokens": 64})
         request = harness.request(300)
         outputs.append(torch.cat([harness.step([(request, new)])[0] for new in (200, 100, *[1] * 200)]))

@@ -13,9 +13,6 @@ from sparse_kernels.compaction import (
     QueryRing,
     add_votes_of_layers,
     keep_tokens,
-    mixed_scores,
-    random_votes,
-    redundancy,
     reference,
 )
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
@@ -50,7 +47,6 @@ def tokens_of(rows: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tens
 def kernels(request, monkeypatch):
     """Runs the operations in torch, or in Triton's interpreter."""
     if request.param == "torch":
-        monkeypatch.setattr(reference, "_ROWS_AT_ONCE", 64)
         return request.param
     request.getfixturevalue("interpreted")
     from sparse_kernels.compaction import held, held_triton
@@ -60,10 +56,6 @@ def kernels(request, monkeypatch):
         held_triton.add_votes(votes, query, first, table, caches, softmax, stacked)
 
     monkeypatch.setitem(globals(), "add_votes_of_layers", add)
-    monkeypatch.setattr(
-        held.reference, "mean_similarity",
-        lambda table, count, cache: held_triton.mean_similarity(table, count, LayerCaches((cache,)))[0],
-    )  # fmt: skip
     monkeypatch.setattr(
         held.reference, "move_tokens",
         lambda kept, table, first, cache: held_triton.move_in_place(kept[None], table, first, LayerCaches((cache,))),
@@ -101,8 +93,6 @@ def test_votes_over_8_bit_keys_and_queries_count_their_scales(kernels):
     plain = caches_of(rows.bfloat16())
     add_votes_of_layers(votes[1], query.bfloat16(), 92, table, plain, [Softmax(0.25)] * LAYERS)
     assert (votes[0] - votes[1]).abs().max() < 1e-4
-    found = redundancy(table, 100, caches_of(rows, 2.0))
-    assert (found - redundancy(table, 100, plain)).abs().max() < 1e-6
 
 
 def test_votes_follow_a_scale_that_reloaded_weights_bring(kernels):
@@ -117,38 +107,6 @@ def test_votes_follow_a_scale_that_reloaded_weights_bring(kernels):
     add_votes_of_layers(votes[2], query, 92, table, caches_of(rows, 6.0), [Softmax(0.25)] * LAYERS)
     assert not torch.equal(votes[0], votes[2])
     assert torch.equal(votes[1], votes[2])
-
-
-@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 150])
-def test_redundancy_is_the_mean_cosine_without_the_newest_similar_token(kernels, count):
-    rows, table = layers_of(5)
-    found = redundancy(table, count, caches_of(rows))
-    keys = tokens_of(rows, table, count)[..., :16].double()
-    omitted = 0
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            means = [0.0] * count
-            for i in range(count):
-                cosines = torch.nn.functional.cosine_similarity(keys[layer, i, head], keys[layer, :, head], dim=-1)
-                similar = [j for j in range(count) if j != i and cosines[j] > 0.5]
-                omitted += bool(similar)
-                for j in set(range(count)) - {i, *similar[-1:]}:
-                    means[j] += float(cosines[j]) / count
-            expected = torch.tensor(means).softmax(dim=0)
-            assert (found[layer, head] - expected).abs().max() < 1e-5
-    assert bool(omitted) == (count > 1)
-
-
-def test_scores_mix_pooled_means_and_redundancy():
-    votes = torch.zeros(1, 1, 20)
-    votes[..., 5], votes[..., 17] = 32.0, 99.0
-    redundant = torch.linspace(0, 1, 20).expand(1, 1, 20)
-    rule = CompactionRule(window_tokens=4, pool_tokens=3, sink_tokens=0, importance_share=0.25)
-    scores = mixed_scores(votes, redundant, 16, rule)[0, 0]
-    importance = torch.zeros(20)
-    importance[4:7] = 2.0
-    # Token 17 is in the window: it is nobody's neighbour.
-    assert scores[:16].tolist() == pytest.approx((0.25 * importance - 0.75 * redundant[0, 0])[:16].tolist())
 
 
 @pytest.mark.parametrize(("first", "end", "count"), [(1, 2, 64), (1, 5, 160), (3, 5, 175), (2, 4, 160), (4, 5, 161)])
@@ -222,17 +180,6 @@ def test_statistics_are_those_of_the_keys_after_every_eviction():
             )
 
 
-def test_random_votes_depend_on_position_layer_and_head_alone():
-    device = torch.device("cpu")
-    every = random_votes(range(500), range(4), range(8), 7, device)
-    assert torch.equal(random_votes(range(100, 130), [2], range(3, 5), 7, device), every[2:3, 3:5, 100:130])
-    assert not torch.equal(random_votes(range(500), range(4), range(8), 8, device), every)
-    assert 0 <= every.min() < 0.01 < 0.99 < every.max() < 1
-    assert abs(float(every.mean()) - 0.5) < 0.01
-    rows = every.flatten(0, 1)
-    assert torch.corrcoef(rows).fill_diagonal_(0).abs().max() < 0.2
-
-
 @pytest.mark.parametrize("form", ["torch", "triton"])
 def test_a_ring_keeps_the_newest_queries_of_each_request(request, form):
     ring = QueryRing(2, 3, 4, (2, 16), 20, torch.bfloat16, torch.device("cpu"))
@@ -280,19 +227,16 @@ def test_what_does_not_fit_is_refused():
             add_votes_of_layers(scores, torch.zeros(LAYERS, 1, 4, 16), 100, table, caches, softmax)
     with pytest.raises(ValueError, match="caches: got 2 shapes, allowed: 1"):
         LayerCaches((caches.first, KVCache.from_rows(rows[0][:, :1], 8)))
-    with pytest.raises(ValueError, match=r"importance_share: got 1\.5, allowed: 0 to 1"):
-        CompactionRule(8, 1, 4, importance_share=1.5).check()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("share", [None, 0.1])
 @pytest.mark.parametrize(("size", "count"), [(64, 160), (128, 175), (256, 190)])
-def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
+def test_a_gpu_evicts_what_a_cpu_does(dtype, size, count):
     rows, table = layers_of(-(-count // BLOCK), size, dtype)
     query = torch.randn(LAYERS, 20, 4 * HEADS, size, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rule, found = CompactionRule(8, 5, 4, importance_share=share), []
+    found = []
     for device in ("cpu", "cuda"):
         here, blocks = rows.to(device, copy=True), table.to(device)
         scale = torch.tensor(2.0, device=device) if dtype.itemsize == 1 else None
@@ -301,14 +245,11 @@ def test_a_gpu_evicts_what_a_cpu_does(dtype, share, size, count):
         sinks = torch.linspace(0, 4, LAYERS * 4 * HEADS, device=device).view(LAYERS, -1)
         softmax = [Softmax(size**-0.5, 0.0, sink) for sink in sinks]
         add_votes_of_layers(votes, query.to(device), count - 20, blocks, caches, softmax)
-        scores = votes
-        if share is not None:
-            scores = mixed_scores(votes, redundancy(blocks, count, caches), 20 * 4, rule)
-        found.append((scores.cpu(), caches, here, blocks))
+        found.append((votes.cpu(), caches, here, blocks))
     assert (found[0][0] - found[1][0]).abs().max() < 1e-3
     protected = torch.zeros(LAYERS, HEADS, count, dtype=torch.bool)
     protected[..., 40:60] = True
     for _, caches, _, blocks in found:
         held = HeldBlocks(blocks, count, 2, 5, protected.to(blocks.device))
-        keep_tokens(found[0][0].to(blocks.device), held, caches, rule)
+        keep_tokens(found[0][0].to(blocks.device), held, caches, RULE)
     assert torch.equal(found[0][2].view(torch.int8), found[1][2].cpu().view(torch.int8))

@@ -17,7 +17,7 @@ BLOCKS = [
 PREFILL = ("sums._probe_sums", "sums._join_sums", "sums._column_sums", "listed._attend_listed")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
 COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
-EVICTION = ("_add_votes", "_newest_similar", "_mean_similarity", "_move_in_place", "_write_queries")
+EVICTION = ("_add_votes", "_move_in_place", "_write_queries")
 MASKED = {
     "0.5": [
         *OF_SCORES,
@@ -168,7 +168,6 @@ for head_size, dtype in of_architecture(*shapes):
     table, query = torch.zeros(5).int(), torch.zeros(2, 8, 32, head_size).to(dtype)
     softmax = [Softmax(0.1, 20.0, torch.zeros(32) if head_size > 96 else None)] * 2
     evictions.add_votes(torch.zeros(2, 8, 200), query, 192, table, caches, softmax, torch.ones(2))
-    evictions.mean_similarity(table, 200, caches)
     evictions.move_in_place(kept, table, 1, caches)
     evictions.write_queries(query[0], torch.zeros(8).int(), query[0].clone())
 rolling._attend = Compile(rolling._attend)

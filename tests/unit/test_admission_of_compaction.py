@@ -44,24 +44,6 @@ def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is
     assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
 
 
-@pytest.mark.parametrize(
-    ("compaction", "arguments", "sentence"),
-    [
-        ({"method": "h2o", "every": 128}, {"max_num_seqs": 1 << 26, "max_num_batched_tokens": 1 << 26},
-         "max_num_seqs: got 67108864, allowed with attention backend dense: at most"),
-        ({"method": "r_kv"}, {"max_model_len": 32769},
-         "max_model_len: got 32769, allowed with attention backend dense: at most 32768 with "
-         "sparse_attention.compaction.method r_kv"),
-    ],
-)  # fmt: skip
-def test_evictions_that_would_take_too_much_memory_or_time_are_refused(compaction, arguments, sentence, folder):
-    given = {"attention_backend": "dense", "additional_config": {"sparse_attention": {"compaction": compaction}}}
-    model = folder(max_position_embeddings=1 << 16)
-    assert refusal(model, **given, **arguments).startswith(sentence)
-    given["additional_config"] = {"sparse_attention": {"compaction": {"method": "random", "every": 128}}}
-    admit(engine_config(model, **given, **arguments), BACKENDS)
-
-
 def test_layers_without_a_window_compact_beside_those_with_one(folder):
     admit(engine_config(folder(**WINDOWS), **COMPACTING), BACKENDS)
 

@@ -109,7 +109,7 @@ def test_routing_needs_the_first_token_in_its_place(folder, others):
         assert engine_config(folder(), **given(good))
 
 
-@pytest.mark.parametrize("method", ["snapkv", "streaming_llm", "random"])
+@pytest.mark.parametrize("method", ["snapkv", "streaming_llm", "h2o"])
 def test_a_threshold_by_length_needs_the_length_of_the_text(folder, method):
     def given(routing: dict, compaction: dict | None) -> dict:
         sections = {"routing": routing | UNCALIBRATED, "compaction": compaction}

@@ -176,7 +176,7 @@ BAD = {
     ),
     "compaction without a method": (
         {"compaction": {"budget_tokens": 64}},
-        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, r_kv, random, snapkv, streaming_llm or "
+        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv, streaming_llm or "
         "zipvl",
     ),
     "two budgets of compaction": (

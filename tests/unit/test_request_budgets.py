@@ -184,8 +184,7 @@ def test_a_long_text_of_ranges_is_not_read():
         ("pyramidkv", {}, 236),
         ("h2o", {}, 1024 - 4 - 512),
         ("h2o", {"recent_share": 1.0, "every": 64}, 0),
-        ("dense", {"method": "r_kv", "every": 64}, 1024 - 4 - 8),
-        ("dense", {"method": "random", "budget_tokens": 100, "recent_share": 0.25}, 71),
+        ("h2o", {"budget_tokens": 100, "recent_share": 0.25}, 71),
         ("dense", {"method": "zipvl"}, 1024 - 4 - 1),
     ],
 )

@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.attention.plan import LayerPlan, numbered_heads
+from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction, keep_queries, keeps_queries
@@ -436,7 +436,6 @@ def plan_compaction(
     layer = next(iter(layers.values()))
     return StepEvictions(
         retention, rule, layers, spec.block_size, most, current, protected, device,
-        numbers=numbered_heads(layers, vllm_config),
         query_dtype=vllm_config.model_config.dtype if layer.query_quant is None else torch.float8_e4m3fn,
         max_tokens=max(vllm_config.scheduler_config.max_num_batched_tokens, most),
         slots=running,

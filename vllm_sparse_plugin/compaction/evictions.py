@@ -6,8 +6,8 @@ until then, so each vote is the same as in the query's own step. Graphs of a ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,6 @@ from sparse_kernels.compaction import (
     QueryRing,
     add_votes_of_layers,
     keep_tokens,
-    mixed_scores,
-    random_votes,
-    redundancy,
 )
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -68,7 +65,6 @@ class StepEvictions(StepCompaction):
         rows: BatchRows,
         protected: ProtectedRanges,
         device: torch.device,
-        numbers: Sequence[tuple[int, range]],
         query_dtype: torch.dtype,
         max_tokens: int,
         slots: int,
@@ -84,14 +80,12 @@ class StepEvictions(StepCompaction):
             rows: the requests of a step.
             protected: the tokens that they protect.
             device: the device of the layers.
-            numbers: the number of each layer in the model, and the numbers of its KV heads.
             query_dtype: of the layers' queries.
             max_tokens: the most query tokens of a step, padding included.
             slots: the most requests that run at once, in one step or not. Each has a place in the ring.
         """
         super().__init__(retention, rule, layers, block_size, max_requests, rows, protected, device)
         self.rule = rule
-        self._numbers = [layer for layer, _ in numbers], numbers[0][1]
         self._held: dict[str, _Held] = {}
         self._caches: LayerCaches | None = None
         self._bound: list[torch.Tensor | None] = []
@@ -254,12 +248,9 @@ class StepEvictions(StepCompaction):
         # A copy begins at an aligned address, for which kernels are compiled.
         held = HeldBlocks(table[request.left :].clone(), tokens, left - request.left, end - request.left, protected)
         scores = self._scores(request, table, held, caches)
-        if rule.importance_share is not None:
-            # The mix is of pooled votes.
-            rule = replace(rule, pool_tokens=1)
         kept = keep_tokens(scores, held, caches, rule)
         moved_until = held.end_block * self.block_size
-        if rule.carries_votes:
+        if rule.every_query:
             request.carry(_moved(scores, kept, moved_until), self.layers)
         if protected is not None:
             request.still = _moved(protected, kept, moved_until)
@@ -279,11 +270,6 @@ class StepEvictions(StepCompaction):
     def _scores(self, request: _Held, table: torch.Tensor, held: HeldBlocks, caches: LayerCaches) -> torch.Tensor:
         """Returns the scores of the tokens that a request holds, `[num_layers, num_kv_heads, num_tokens]`."""
         rule, tokens = self.rule, held.num_tokens
-        if rule.random_seed is not None:
-            known = 0 if request.sums is None else request.sums.shape[2]
-            positions = range(request.computed - tokens + known, request.computed)
-            new = random_votes(positions, *self._numbers, rule.random_seed, table.device)
-            return new if request.sums is None else torch.cat([request.sums, new], dim=2)
         if rule.every_query:
             self._add_ring(request, table)
             return self._sums(request, tokens, table.device)[..., :tokens]
@@ -291,10 +277,7 @@ class StepEvictions(StepCompaction):
         # Fewer votes would depend on other requests. The kept blocks are never a prefix-cache hit, and hold the window.
         assert request.computed - request.since >= rule.window_tokens
         self._add_votes(votes, request, table, rule.window_tokens)
-        if rule.importance_share is None:
-            return votes
-        weights = rule.window_tokens * self._layer.num_heads // self._layer.num_kv_heads
-        return mixed_scores(votes, redundancy(held.block_table, tokens, caches), weights, rule)
+        return votes
 
     def _layer_caches(self) -> LayerCaches:
         """Returns the caches of the layers; makes them again when vLLM has bound others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_sparse_plugin.config import KEY, Compaction, ResolvedConfig, RKVCompaction
+from vllm_sparse_plugin.config import KEY, Compaction, ResolvedConfig
 from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 _QUERY_BYTES = 16 << 30
 """Bytes of the queries that a worker may keep for evictions."""
-_COMPARED_TOKENS = 32768
-"""Longest context in which each key may be compared with all others. The time grows with the square of the length."""
 
 
 def refuse_evictions(vllm_config: VllmConfig, compaction: Compaction) -> Iterator[tuple[str, object, str]]:
@@ -28,9 +26,6 @@ def refuse_evictions(vllm_config: VllmConfig, compaction: Compaction) -> Iterato
         size = f"{of_request / 2**20:.1f} MiB of queries"
         allowed = f"at most {_QUERY_BYTES // of_request}: each running request keeps {size} for {KEY}.compaction"
         yield "max_num_seqs", running, allowed
-    if isinstance(compaction, RKVCompaction) and model.max_model_len > _COMPARED_TOKENS:
-        allowed = f"at most {_COMPARED_TOKENS} with {KEY}.compaction.method {compaction.name()}"
-        yield "max_model_len", model.max_model_len, allowed
 
 
 def refuse_rolling(config: ResolvedConfig, cache_dtype: str) -> Iterator[tuple[str, object, str]]:

@@ -3,7 +3,7 @@
 This package needs neither vLLM nor torch.
 """
 
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, RKVCompaction, SnapKVCompaction
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, SnapKVCompaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.offload import Offload
@@ -26,7 +26,6 @@ __all__ = [
     "H2OCompaction",
     "Lossless",
     "Offload",
-    "RKVCompaction",
     "ResolvedConfig",
     "Retention",
     "Routing",

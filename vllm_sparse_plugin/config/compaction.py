@@ -239,53 +239,6 @@ class H2OCompaction(RepeatedCompaction):
         )  # fmt: skip
 
 
-class RKVCompaction(SnapKVCompaction):
-    """R-KV (arXiv 2505.24133): SnapKV's votes, mixed with the redundancy of tokens whose keys are alike."""
-
-    method: Literal["r_kv"] = "r_kv"  # type: ignore[assignment]
-    """Name of the method."""
-    window_tokens: Annotated[int, Field(ge=1, le=512)] = 8
-    """Newest tokens; they vote and are kept."""
-    pool_tokens: Annotated[int, Field(ge=1, le=99)] = 7
-    """A token takes the largest vote among this many tokens around it, an odd number; 1: its own."""
-    importance_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """The paper's lambda: share of the votes in a token's score, beside redundancy; 1: votes alone."""
-
-    @property
-    def evicts_between_steps(self) -> bool:
-        """Redundancy is measured between steps."""
-        return True
-
-    def rule(self) -> CompactionRule:
-        """Returns the rule for kept tokens, as the operation takes it."""
-        return replace(super().rule(), importance_share=self.importance_share)
-
-
-class RandomCompaction(RepeatedCompaction):
-    """A control: each KV head of a layer keeps random tokens, by a hash of position, layer and head."""
-
-    method: Literal["random"] = "random"
-    """Name of the method."""
-    recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the budget for the newest tokens; sinks and chosen tokens share the rest."""
-    seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
-    """Seed of the draw."""
-
-    @property
-    def evicts_between_steps(self) -> bool:
-        """No layer looks at its queries."""
-        return True
-
-    def rule(self) -> CompactionRule:
-        """Returns the rule for kept tokens, as the operation takes it."""
-        from sparse_kernels.compaction import CompactionRule
-
-        return CompactionRule(
-            window_tokens=0, pool_tokens=1, sink_tokens=self.sink_tokens, recent_share=self.recent_share,
-            random_seed=self.seed,
-        )  # fmt: skip
-
-
 class ZipVLCompaction(Compaction):
     """ZipVL (arXiv 2410.08584) at the end of a prompt: each layer keeps the keys and values of the tokens with the
     largest attention of some probe rows, divided by the number of rows that see the token. A budget says how many."""
@@ -320,8 +273,7 @@ class ZipVLCompaction(Compaction):
 
 
 COMPACTIONS: tuple[type[Compaction], ...] = (
-    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, RKVCompaction, RandomCompaction,
-    ZipVLCompaction,
+    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, ZipVLCompaction,
 )  # fmt: skip
 """Every method of compaction. The schema, the documentation and the tests use this table."""
 

@@ -8,7 +8,7 @@ from sparse_kernels.compaction.api import (
     compact_prompt,
     voting_rows,
 )
-from sparse_kernels.compaction.held import add_votes_of_layers, keep_tokens, mixed_scores, random_votes, redundancy
+from sparse_kernels.compaction.held import add_votes_of_layers, keep_tokens
 from sparse_kernels.compaction.layers import HeldBlocks, LayerCaches
 from sparse_kernels.compaction.ring import QueryRing
 from sparse_kernels.compaction.rule import CompactionRule
@@ -25,8 +25,5 @@ __all__ = [
     "add_votes_of_layers",
     "compact_prompt",
     "keep_tokens",
-    "mixed_scores",
-    "random_votes",
-    "redundancy",
     "voting_rows",
 ]

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction.layers import LayerCaches
-from sparse_kernels.compaction.rule import SIMILAR, TINY
 from sparse_kernels.token_prefill.triton.parts import base_2_logits, tile_of
 from sparse_kernels.triton import LOG2E, arithmetic
 
@@ -128,91 +127,6 @@ def add_votes(
         BLOCK_TOKENS=caches.block_size, ROWS=rows, KEYS=columns, SOFTCAP=float(softmax[0].softcap),
         STORED=_STORED[caches.first.rows.dtype], DTYPE=arithmetic(query), num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-@triton.jit
-def _cosines(keys, others, NORM: tl.constexpr):
-    """Returns the cosines of keys `[tokens, DIMS]` with other keys."""
-    norm = tl.maximum(tl.sqrt(tl.sum(keys.to(tl.float32) * keys.to(tl.float32), axis=1)), NORM)
-    other = tl.maximum(tl.sqrt(tl.sum(others.to(tl.float32) * others.to(tl.float32), axis=1)), NORM)
-    return tl.dot(keys, tl.trans(others), input_precision="ieee") / norm[:, None] / other[None, :]
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["table_ptr"])
-def _newest_similar(
-    addresses_ptr, table_ptr, newest_ptr, row_strides, num_tokens,
-    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    ALIKE: tl.constexpr, NORM: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Writes the newest other token with a similar key for each token, `[layers * heads, num_tokens]`; -1 for none."""
-    layer = tl.program_id(1).to(tl.int64) // HEADS
-    head = tl.program_id(1).to(tl.int64) % HEADS
-    keys_ptr = tl.load(addresses_ptr + layer).to(tl.pointer_type(STORED))
-    dim = tl.arange(0, DIMS)
-    row = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    keys = _keys_at(keys_ptr, row_strides, table_ptr, row, num_tokens, head, dim, HEAD_SIZE, BLOCK_TOKENS, DTYPE)
-    newest = tl.full((KEYS,), -1, tl.int32)
-    for first in range(0, num_tokens, KEYS):
-        column = first + tl.arange(0, KEYS)
-        others = _keys_at(
-            keys_ptr, row_strides, table_ptr, column, num_tokens, head, dim, HEAD_SIZE, BLOCK_TOKENS, DTYPE
-        )  # fmt: skip
-        alike = (_cosines(keys, others, NORM) > ALIKE) & (row[:, None] != column[None, :])
-        newest = tl.maximum(newest, tl.max(tl.where(alike, column[None, :], -1), axis=1))
-    tl.store(newest_ptr + tl.program_id(1).to(tl.int64) * num_tokens + row, newest, mask=row < num_tokens)
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["table_ptr"])
-def _mean_similarity(
-    addresses_ptr, table_ptr, newest_ptr, means_ptr, row_strides, num_tokens,
-    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    NORM: tl.constexpr, STORED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Writes the mean cosine of each token's key with the others, `[layers * heads, num_tokens]`."""
-    layer = tl.program_id(1).to(tl.int64) // HEADS
-    head = tl.program_id(1).to(tl.int64) % HEADS
-    keys_ptr = tl.load(addresses_ptr + layer).to(tl.pointer_type(STORED))
-    newest_ptr += tl.program_id(1).to(tl.int64) * num_tokens
-    dim = tl.arange(0, DIMS)
-    column = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    keys = _keys_at(keys_ptr, row_strides, table_ptr, column, num_tokens, head, dim, HEAD_SIZE, BLOCK_TOKENS, DTYPE)
-    sums = tl.zeros((KEYS,), tl.float32)
-    for first in range(0, num_tokens, KEYS):
-        row = first + tl.arange(0, KEYS)
-        others = _keys_at(
-            keys_ptr, row_strides, table_ptr, row, num_tokens, head, dim, HEAD_SIZE, BLOCK_TOKENS, DTYPE
-        )  # fmt: skip
-        newest = tl.load(newest_ptr + row, mask=row < num_tokens, other=-1)
-        counts = (row[None, :] != column[:, None]) & (newest[None, :] != column[:, None])
-        sums += tl.sum(tl.where(counts, _cosines(keys, others, NORM), 0.0), axis=1)
-    place = means_ptr + tl.program_id(1).to(tl.int64) * num_tokens + column
-    tl.store(place, sums / num_tokens, mask=column < num_tokens)
-
-
-def mean_similarity(block_table: torch.Tensor, num_tokens: int, caches: LayerCaches) -> torch.Tensor:
-    """See `reference.mean_similarity`; `[num_layers, num_kv_heads, num_tokens]`."""
-    rows, heads, layers = caches.first.rows, caches.first.num_kv_heads, len(caches.caches)
-    keys = tile_of(caches.first.head_size).keys
-    newest = torch.empty(layers, heads, num_tokens, dtype=torch.int32, device=block_table.device)
-    means = torch.empty(layers, heads, num_tokens, device=block_table.device)
-    grid = triton.cdiv(num_tokens, keys), layers * heads
-    shape = {
-        "HEADS": heads,
-        "HEAD_SIZE": caches.first.head_size,
-        "DIMS": triton.next_power_of_2(caches.first.head_size),
-        "BLOCK_TOKENS": caches.block_size,
-        "KEYS": keys,
-        "NORM": TINY,
-        "STORED": _STORED[rows.dtype],
-        # 8-bit keys are exact in 16 bits.
-        "DTYPE": arithmetic(rows),
-        "num_warps": 4,
-        "num_stages": 2,
-    }
-    strides = rows.stride()[:3]
-    _newest_similar[grid](caches.addresses, block_table, newest, strides, num_tokens, ALIKE=SIMILAR, **shape)
-    _mean_similarity[grid](caches.addresses, block_table, newest, means, strides, num_tokens, **shape)
-    return means
 
 
 @triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["table_ptr"])

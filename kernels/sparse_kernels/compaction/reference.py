@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction.rule import SIMILAR, TINY, CompactionRule
+from sparse_kernels.compaction.rule import CompactionRule
 from sparse_kernels.page_statistics import update_page_statistics
 
-_ROWS_AT_ONCE = 512
-"""Tokens that are compared with all tokens at a time, which bounds the memory."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -80,33 +78,3 @@ def move_tokens(kept: torch.Tensor, block_table: torch.Tensor, first_block: int,
         update_page_statistics(
             cache.keys, cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
         )
-
-
-def mean_similarity(block_table: torch.Tensor, num_tokens: int, cache: KVCache) -> torch.Tensor:
-    """Returns the mean cosine of each token's key with the others, see `held.redundancy`.
-
-    Args:
-        block_table: `[max_blocks]` integer, physical block ids.
-        num_tokens: n.
-        cache: keys.
-
-    Returns:
-        `[num_kv_heads, n]` float32.
-    """
-    block_size, token = cache.page_size * cache.keys.pages_per_block, torch.arange(num_tokens)
-    blocks = block_table.long()[token // block_size]
-    means = []
-    for head in range(cache.num_kv_heads):
-        # A gather of 8-bit floats returns their bytes.
-        keys = cache.keys.gather_tokens(blocks, torch.tensor(head), token % block_size).view(cache.keys.view.dtype)
-        keys = keys.float()
-        unit = keys / keys.norm(dim=-1, keepdim=True).clamp(min=TINY)
-        sums = torch.zeros(num_tokens)
-        for rows in token.split(_ROWS_AT_ONCE):
-            cosine = unit[rows] @ unit.T
-            cosine[rows[:, None] == token] = 0.0
-            newest = torch.where(cosine > SIMILAR, token, -1).amax(dim=1)
-            cosine[token == newest[:, None]] = 0.0
-            sums += cosine.sum(dim=0)
-        means.append(sums / num_tokens)
-    return torch.stack(means)

@@ -6,18 +6,13 @@ from dataclasses import dataclass
 
 from sparse_kernels.token_prefill import TokenRule
 
-SIMILAR = 0.5
-"""Cosine above which two keys are similar, as in R-KV's code."""
-TINY = 1e-8
-"""Least norm of a key in a cosine."""
 _RING_TOKENS = 32
 """Queries that vote at once if all queries vote."""
 
 
 @dataclass(frozen=True)
 class CompactionRule:
-    """Which tokens are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584; R-KV, arXiv
-    2505.24133)."""
+    """Which tokens are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
 
     window_tokens: int
     """Newest tokens. They vote, and they are kept."""
@@ -31,25 +26,14 @@ class CompactionRule:
     """Whether all queries vote, by `add_votes` as they are computed; else only the newest vote."""
     probes: TokenRule | None = None
     """Draws the rows that vote, see `voting_rows`; None if all vote."""
-    importance_share: float | None = None
-    """R-KV's lambda: the share of the votes in a score; the rest is that of redundancy. None for votes alone."""
-    random_seed: int | None = None
-    """Seed of `random_votes`, which replace the votes; None for votes of queries."""
     in_order_of_votes: bool = False
     """Whether kept tokens are stored by their scores, sinks first, the largest score last; else in text order. A reader
     that begins at the end then meets the newest tokens, and the others by their votes."""
 
     @property
     def ring_tokens(self) -> int:
-        """Newest queries of a request that are kept for its evictions; 0 if no query votes."""
-        if self.random_seed is not None:
-            return 0
+        """Newest queries of a request that are kept for its evictions."""
         return _RING_TOKENS if self.every_query else self.window_tokens
-
-    @property
-    def carries_votes(self) -> bool:
-        """Whether tokens keep their votes from one eviction to the next."""
-        return self.every_query or self.random_seed is not None
 
     def newest_tokens(self, kept: int) -> int:
         """Returns how many of the newest tokens are always kept if this many tokens are."""
@@ -64,8 +48,6 @@ class CompactionRule:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
         if not 0 <= self.recent_share <= 1:
             raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
-        if self.importance_share is not None and not 0 <= self.importance_share <= 1:
-            raise ValueError(f"importance_share: got {self.importance_share}, allowed: 0 to 1")
         if self.probes is not None:
             self.probes.check()
             if not self.every_query:

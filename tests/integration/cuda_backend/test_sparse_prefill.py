@@ -290,11 +290,6 @@ SCRATCH = {
         evicting("h2o", budget_tokens=512),
         lambda: (3 * VOTES * LAYERS, VOTES + REQUESTS * HEADS * (RING * GROUP * SIZE * 2 + 5 * (512 + 128))),
     ),
-    "r_kv, evicting": (
-        evicting("r_kv"),
-        lambda: (12 * VOTES * LAYERS, REQUESTS * HEADS * (8 * GROUP * SIZE * 2 + 1024 + 128)),
-    ),
-    "random, evicting": (evicting("random"), lambda: (12 * VOTES * LAYERS, REQUESTS * HEADS * 5 * (1024 + 128))),
     "dense": ({}, lambda: (0, 0)),
 }
 """Settings of presets, and the bytes that a layer takes while it runs, and all the time."""

@@ -144,11 +144,9 @@ def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int)
     # Votes that requests carry, and marks of the tokens that they protect.
     budget = compaction.budget_tokens or math.ceil((compaction.budget_ratio or 0) * size.longest_context)
     held = budget + (compaction.retention().every or 0)
-    lasting += ((4 if rule.carries_votes else 0) + 1) * impl.num_kv_heads * size.requests * held
-    # Layers evict together. Votes, their order, marks of protected tokens; hashes and redundancy take 64-bit numbers.
-    votes_alone = rule.random_seed is None and rule.importance_share is None
-    of_layer = (3 if votes_alone else 12) * numbers
-    return of_layer * size.num_layers, lasting
+    lasting += ((4 if rule.every_query else 0) + 1) * impl.num_kv_heads * size.requests * held
+    # Layers evict together. Votes, their order, marks of protected tokens.
+    return 3 * numbers * size.num_layers, lasting
 
 
 def warm_up_compaction(
