@@ -2,28 +2,28 @@
 
 BACKENDS: dict[str, str] = {
     "UNIQUE": "unique",
-    "UNIQUE_PAPER": "unique_paper",
     "QUEST": "quest",
-    "INFLLM": "infllm",
-    "MEAN": "mean",
     "STREAMING_LLM": "streaming_llm",
     "DENSE": "dense",
     "SINKROUTER": "sinkrouter",
     "ART": "art",
     "UNIQUE_PREFILL": "unique_prefill",
     "ZIPVL": "zipvl",
-    "ZIPVL_PAPER": "zipvl_paper",
     "SNAPKV": "snapkv",
-    "SNAPKV_PAPER": "snapkv_paper",
     "PYRAMIDKV": "pyramidkv",
-    "PYRAMIDKV_PAPER": "pyramidkv_paper",
     "H2O": "h2o",
     "LOSSLESS": "lossless",
-    "UNIQUE_OFFLOAD": "unique_offload",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"
 """Key of the plugin's settings in vLLM's `--additional-config`."""
+
+
+def backend_beside(preset: str) -> str:
+    """Returns the backend to name beside a preset that is no backend: the one that its name begins with, or unique."""
+    return next((name for name in BACKENDS.values() if preset.startswith(f"{name}_")), "unique")
+
+
 DRAFTER = "vllm_sparse_plugin.lossless.drafter.SparseDrafter"
 """The drafter class of lossless mode, for vLLM's speculative configuration."""
 SCHEDULER = "vllm_sparse_plugin.lossless.scheduler.PacedScheduler"

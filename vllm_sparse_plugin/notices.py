@@ -12,11 +12,13 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_sparse_plugin.config import KEY, H2OCompaction, ResolvedConfig, SnapKVCompaction, ZipVLPrefill
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, ZipVLPrefill
 from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, is_beside_a_model
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import InfLLMSelection, Selection, UniqueSelection
+from vllm_sparse_plugin.evictions.h2o import H2OCompaction
+from vllm_sparse_plugin.evictions.snapkv import SnapKVCompaction
+from vllm_sparse_plugin.policies import MeanSelection, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.policies.unique import CODES
 
@@ -93,6 +95,12 @@ class Situation(NamedTuple):
         """Whether votes of a prompt's tokens are pooled over fewer tokens than a number or a name has."""
         compaction = self.config.compaction
         return isinstance(compaction, SnapKVCompaction) and compaction.pool_tokens < WIDE_POOL
+
+    @property
+    def has_other_representatives(self) -> bool:
+        """Whether pages are scored by representative keys that are not those of InfLLM's paper."""
+        selection = self.config.selection
+        return isinstance(selection, MeanSelection) and selection.keys == "representative"
 
     @property
     def has_heavy_hitters(self) -> bool:
@@ -228,7 +236,7 @@ NOTICES: tuple[Notice, ...] = (
     Notice(lambda situation: situation.has_narrow_pools, _about_narrow_pools),
     Notice(lambda situation: situation.has_heavy_hitters, _about_heavy_hitters),
     Notice(lambda situation: situation.has_zero_outputs, _about_zero_outputs),
-    Notice(lambda situation: isinstance(situation.config.selection, InfLLMSelection), _about_departure),
+    Notice(lambda situation: situation.has_other_representatives, _about_departure),
 )
 
 

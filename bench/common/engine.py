@@ -15,10 +15,10 @@ import typer
 from bench.common.models import Model
 from bench.common.options import split_values
 from bench.common.worker import EXTENSION
-from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config import KEY, preset_names, resolve
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS, backend_beside
 from vllm_sparse_plugin.tools.arguments import parse_additional_config
 from vllm_sparse_plugin.tools.engine import engine_in_process
 
@@ -56,6 +56,8 @@ class Variant:
     """Name as vLLM registers it; None for the platform's own choice."""
     kv_cache_dtype: str = "auto"
     """`auto` is the model's type."""
+    preset: str | None = None
+    """A preset of the plugin that is no backend."""
 
     @classmethod
     def parse(cls, text: str) -> Variant:
@@ -66,20 +68,23 @@ class Variant:
         """
         name, _, dtype = text.partition(":")
         # The plugin's backend named `dense` is not a variant: the comparison is with vLLM's own backend.
-        known = list(dict.fromkeys([DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]))
+        backends = list(dict.fromkeys([DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]))
+        known = [*backends, *(preset for preset in preset_names() if preset not in backends)]
         dtype = dtype or "auto"
         if name.lower() not in known or dtype not in KV_CACHE_DTYPES:
             raise ConfigurationError(
                 f"variant: got {text!r}, allowed: {', '.join(known)}, each alone or with "
                 f"{' or '.join(':' + dtype for dtype in KV_CACHE_DTYPES)}"
             )
+        if name.lower() not in backends:
+            return cls(backend_beside(name.lower()).upper(), dtype, name.lower())
         return cls(None if name.lower() == DENSE else name.upper(), dtype)
 
     @property
     def name(self) -> str:
         """The text that `parse` reads."""
         dtype = "" if self.kv_cache_dtype == "auto" else f":{self.kv_cache_dtype}"
-        return (self.backend or DENSE).lower() + dtype
+        return (self.preset or self.backend or DENSE).lower() + dtype
 
     @property
     def sparse(self) -> bool:
@@ -92,11 +97,14 @@ class Variant:
         Raises:
             ConfigurationError: if the settings are wrong for the backend.
         """
-        if not self.sparse or text is None:
+        if not self.sparse or (text is None and self.preset is None):
             return None
         assert self.backend is not None
-        resolve(parse_additional_config(text).get(KEY), BACKENDS[self.backend])
-        return text
+        settings = parse_additional_config(text or "{}")
+        if self.preset is not None:
+            settings = settings | {KEY: {"preset": self.preset, **(settings.get(KEY) or {})}}
+        resolve(settings.get(KEY), BACKENDS[self.backend])
+        return text if self.preset is None else json.dumps(settings)
 
     def budget_tokens(self, text: str | None) -> int | None:
         """The tokens that a decode step reads with this JSON; None without a budget."""

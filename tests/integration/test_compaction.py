@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.step import keeps_queries
-from vllm_sparse_plugin.config.compaction import ZipVLCompaction
+from vllm_sparse_plugin.evictions.zipvl import ZipVLCompaction
 from vllm_sparse_plugin.requests.rows import preempt
 from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct

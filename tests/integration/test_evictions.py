@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vllm_sparse_plugin.config import COMPACTIONS, Compaction
+from vllm_sparse_plugin.evictions import COMPACTIONS, Compaction
 from vllm_sparse_plugin.requests.rows import building, preempt
 from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 
@@ -44,8 +44,7 @@ def harness_of(
 
 
 def compaction_of(settings: dict) -> Compaction:
-    (kind,) = [each for each in COMPACTIONS if each.name() == settings["method"]]
-    return kind(**settings)
+    return COMPACTIONS.find(settings["method"])(**settings)
 
 
 @dataclass

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.config import preset_names
+from vllm_sparse_plugin.names import BACKENDS, backend_beside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,8 +33,10 @@ def compile_source(source, *arguments):
     compiled.append(source.name)
     return from_source(source, *arguments)
 
-settings = {"offload": {"host_memory": "2GiB"}} if sys.argv[1] == "unique_offload" else {}
-cache = {"kv_cache_memory_bytes": None} if settings else {}
+preset, settings = sys.argv[2], {}
+if preset != "-":
+    settings = {"preset": preset} | ({"offload": {"host_memory": "2GiB"}} if preset == "unique_offload" else {})
+cache = {"kv_cache_memory_bytes": None} if preset == "unique_offload" else {}
 with engine(attention_backend=sys.argv[1], additional_config={"sparse_attention": settings}, **cache) as llm:
     knobs.runtime.jit_post_compile_hook = note
     from_source = sparse_kernels.cuda.launch.compile_source
@@ -45,13 +48,14 @@ with engine(attention_backend=sys.argv[1], additional_config={"sparse_attention"
     llm.generate(prompts, SamplingParams(max_tokens=20, temperature=1, logprobs=3, ignore_eos=True), use_tqdm=False)
 print("compiled:", *compiled)
 """
-NAMES = sorted(name.lower() for name in BACKENDS if name not in ("SINKROUTER", "DENSE"))
+NAMES = [(name.lower(), "-") for name in BACKENDS if name not in ("SINKROUTER", "DENSE")]
+NAMES += [(backend_beside(name), name) for name in preset_names() if name.upper() not in BACKENDS]
 """`sinkrouter` needs a calibration, and `dense` has no kernels of the plugin while prompts are computed."""
 
 
-@pytest.mark.parametrize("backend", NAMES)
-def test_first_requests_compile_nothing(backend: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, backend]
+@pytest.mark.parametrize(("backend", "preset"), NAMES)
+def test_first_requests_compile_nothing(backend: str, preset: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, backend, preset]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "compiled:\n" in done.stdout, done.stdout[-2000:]

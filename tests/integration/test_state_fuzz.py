@@ -11,7 +11,7 @@ from support.state_fuzz.worker import FaultError
 
 from vllm_sparse_plugin.attention.cpu import SparseCPUMetadataBuilder
 from vllm_sparse_plugin.compaction import evictions
-from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.evictions import Retention
 
 CROWDED = Case(
     policy="unique",

@@ -1,6 +1,7 @@
 """Small models and engine configurations for the tests of admission."""
 
 import pytest
+from support.presets import serving
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -87,7 +88,7 @@ def engine_config(model: str, **arguments: object) -> VllmConfig:
         "load_format": "dummy",
         "enforce_eager": True,
     }
-    return EngineArgs(**(given | arguments)).create_engine_config()
+    return EngineArgs(**serving(given | arguments)).create_engine_config()
 
 
 def refusal(model: str, **arguments: object) -> str:

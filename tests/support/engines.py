@@ -192,8 +192,10 @@ def run_engine(backend: str | None, config: dict[str, Any] | None = None, **argu
 
 def _arguments(backend: str | None, config: dict[str, Any] | None, more: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an engine."""
+    from support.presets import serving
+
     arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | more
-    return arguments if config is None else arguments | {"additional_config": {"sparse_attention": config}}
+    return serving(arguments if config is None else arguments | {"additional_config": {"sparse_attention": config}})
 
 
 def sum_of_metric(text: str, name: str) -> float:

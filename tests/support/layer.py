@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from support.paged import dense_attention, garbage
+from support.presets import serving
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_sparse_plugin.config import preset_names
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.requests.rows import building
@@ -24,10 +26,11 @@ SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 
 @functools.cache
 def _vllm_config(model: str, backend: str, settings: str, block_size: int, kv_cache_dtype: str) -> VllmConfig:
+    ours = backend.upper() in BACKENDS or backend in preset_names()
+    additional = {"additional_config": {"sparse_attention": json.loads(settings)}} if ours else {}
     return EngineArgs(
         model=model,
-        attention_backend=backend,
-        additional_config={"sparse_attention": json.loads(settings)} if backend.upper() in BACKENDS else {},
+        **serving({"attention_backend": backend, **additional}),
         block_size=block_size,
         kv_cache_dtype=kv_cache_dtype,
         enforce_eager=True,

@@ -160,16 +160,14 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of this plugin, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o, lossless or "
-        "unique_offload",
+        "allowed: unique, quest, streaming_llm, dense, sinkrouter, art, unique_prefill, zipvl, snapkv, pyramidkv, "
+        "h2o or lossless",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of this plugin, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, zipvl_paper, snapkv, snapkv_paper, pyramidkv, pyramidkv_paper, h2o, lossless or "
-        "unique_offload",
+        "allowed: unique, quest, streaming_llm, dense, sinkrouter, art, unique_prefill, zipvl, snapkv, pyramidkv, "
+        "h2o or lossless",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},

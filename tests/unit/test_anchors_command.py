@@ -169,7 +169,7 @@ REFUSED = {
     "no ranks": (["--tensor-parallel-size", "0"], "tensor_parallel_size: got 0, allowed: "),
     "backend": (
         ["--attention-backend", "snapkv"],
-        "attention_backend: got 'snapkv', allowed: unique, unique_paper, quest, infllm",
+        "attention_backend: got 'snapkv', allowed: unique, quest",
     ),
     "short context": (
         ["--context", "2048"],

@@ -269,9 +269,7 @@ def test_a_shell_completes_commands_options_and_backends():
     assert complete("vllm-sparse show") == ["show-config"]
     assert complete("vllm-sparse show-config --attention-backend uni") == [
         "unique",
-        "unique_paper",
         "unique_prefill",
-        "unique_offload",
     ]
     assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
 
@@ -283,7 +281,7 @@ def test_a_model_must_be_named_where_there_is_no_checkout(run, monkeypatch, tmp_
 
 
 def test_show_config_prints_what_a_server_would_say_at_start(run):
-    code, out, _ = run("show-config", "--attention-backend", "infllm")
+    code, out, _ = run("show-config", "--additional-config", '{"sparse_attention": {"preset": "infllm"}}')
     assert code == 0
     assert out.splitlines()[-1].startswith("sparse_attention.selection.policy: Representative keys are those ")
     assert "16-bit" not in run("show-config")[1]

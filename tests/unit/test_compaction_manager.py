@@ -21,8 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_sparse_plugin.compaction.manager import CompactSpec, capacity, compacted, spread
-from vllm_sparse_plugin.config import Retention, requests_at_once
-from vllm_sparse_plugin.config.retention import Pyramid
+from vllm_sparse_plugin.evictions import Pyramid, Retention, requests_at_once
 from vllm_sparse_plugin.metrics import live
 
 BLOCK = 16

@@ -20,10 +20,10 @@ from vllm_sparse_plugin.config import (
     preset_names,
     resolve,
 )
-from vllm_sparse_plugin.config.compaction import COMPACTIONS
 from vllm_sparse_plugin.config.prefill import PREFILLS
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.stopping import Stopping
+from vllm_sparse_plugin.evictions import COMPACTIONS
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import (
     POLICIES,
@@ -32,6 +32,7 @@ from vllm_sparse_plugin.policies import (
     StreamingLLMSelection,
     UniqueSelection,
 )
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
@@ -120,9 +121,8 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        compacting = "SNAPKV", "SNAPKV_PAPER", "PYRAMIDKV", "PYRAMIDKV_PAPER", "H2O"
-        dense = dict.fromkeys(("ART", "ZIPVL", "ZIPVL_PAPER", *compacting), "dense")
-        policies = dense | dict.fromkeys(("UNIQUE_PAPER", "UNIQUE_PREFILL", "UNIQUE_OFFLOAD", "LOSSLESS"), "unique")
+        policies = dict.fromkeys(("ART", "ZIPVL", "SNAPKV", "PYRAMIDKV", "H2O"), "dense")
+        policies |= dict.fromkeys(("UNIQUE_PREFILL", "LOSSLESS"), "unique")
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
 
@@ -304,7 +304,8 @@ def test_any_file_resolves_or_is_refused_in_one_line(tmp_path_factory, data):
 
 def test_a_setting_of_several_policies_is_described_once_with_their_names():
     described = {name: text for name, _, _, text in describe_fields()}
-    assert described["selection.recent_pages"].startswith("unique, quest, infllm, mean: Newest complete pages")
+    scored = [policy.name() for policy in POLICIES if issubclass(policy, ScoredSelection)]
+    assert described["selection.recent_pages"].startswith(f"{', '.join(scored)}: Newest complete pages")
     assert described["selection.lambda"].startswith("unique: ")
     assert described["selection.sink_pages"].startswith("First pages that are always read")
 
@@ -312,13 +313,14 @@ def test_a_setting_of_several_policies_is_described_once_with_their_names():
 def test_a_setting_with_several_defaults_names_the_policies_of_each():
     rows = [row for row in describe_fields() if row[0] == "selection.budget_tokens"]
     named = [(default, text.partition(": ")[0]) for _, _, default, text in rows]
-    assert named == [(1024, "unique"), (512, "quest, infllm, mean, streaming_llm")]
+    others = [policy.name() for policy in SELECTIONS if policy is not UniqueSelection]
+    assert named == [(512, ", ".join(others)), (1024, "unique")]
 
 
 def test_policies_are_described_with_where_they_leave_their_papers():
     rows = {name: (text, departure) for name, text, departure in describe_policies()}
     assert list(rows) == [policy.name() for policy in POLICIES]
-    assert rows["infllm"][1].startswith("Representative keys are those that agree most with their page's own mean")
+    assert rows["mean"][1].startswith("Representative keys are those that agree most with their page's own mean")
     assert "unique_paper" in rows["unique"][1]
     assert rows["dense"][1] == ""
     for text, departure in rows.values():

@@ -6,9 +6,12 @@ from support.settings import refusal, write
 from vllm_sparse_plugin.config import (
     KEY,
     check_additional_config,
+    preset_names,
     resolve,
 )
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.evictions import COMPACTIONS
+from vllm_sparse_plugin.policies import POLICIES
 
 ALLOWED_TOP = (
     "selection, prefill, compaction, routing, stopping, offload, first_dense_layers, min_context_tokens, lossless, "
@@ -18,11 +21,8 @@ ALLOWED_UNIQUE = (
     "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, anchor_layers, anchor_heads, fingerprint, "
     "lambda or refined"
 )
-ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
-ALLOWED_PRESETS = (
-    "art, dense, h2o, infllm, lossless, mean, pyramidkv, pyramidkv_paper, quest, sinkrouter, snapkv, snapkv_paper, "
-    "streaming_llm, unique, unique_offload, unique_paper, unique_prefill, unique_wide, zipvl or zipvl_paper"
-)
+ALLOWED_POLICIES = choices(POLICIES.names())
+ALLOWED_PRESETS = choices(preset_names())
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "
     "min_context_tokens, min_blocks, sink_blocks or recent_blocks"
@@ -176,8 +176,7 @@ BAD = {
     ),
     "compaction without a method": (
         {"compaction": {"budget_tokens": 64}},
-        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv, streaming_llm or "
-        "zipvl",
+        f"sparse_attention.compaction.method: got None, allowed: {choices(COMPACTIONS.names())}",
     ),
     "two budgets of compaction": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "budget_ratio": 0.5}},

@@ -10,9 +10,9 @@ from vllm_sparse_plugin.config import (
     KEY,
     resolve,
 )
-from vllm_sparse_plugin.config.compaction import StreamingLLMCompaction
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.evictions.streaming_llm import StreamingLLMCompaction
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import (
     DensePolicy,
@@ -66,7 +66,7 @@ def test_routing_joins_any_selection_and_null_turns_it_off():
 
 def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
     for preset in BACKENDS.values():
-        sparse = preset in ("unique_prefill", "zipvl", "zipvl_paper")
+        sparse = preset in ("unique_prefill", "zipvl")
         assert (resolve(None, preset).config.prefill is not None) == sparse
     assert resolve(None, "unique_prefill").block_prefill == BlockPrefill()
     assert resolve(None, "zipvl").config.prefill == ZipVLPrefill()
@@ -79,7 +79,7 @@ def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
 
 
 def test_compaction_is_off_unless_it_is_asked_for_and_null_turns_it_off():
-    compacting = ("streaming_llm", "snapkv", "snapkv_paper", "pyramidkv", "pyramidkv_paper", "h2o")
+    compacting = ("streaming_llm", "snapkv", "pyramidkv", "h2o")
     for preset in BACKENDS.values():
         assert (resolve(None, preset).compaction is None) == (preset not in compacting)
     assert resolve(None, "streaming_llm").compaction == StreamingLLMCompaction(budget_tokens=512, sink_tokens=8)

@@ -266,7 +266,7 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 REFUSED = {
     "dense": (
         ["--attention-backend", "dense"],
-        "attention_backend: got 'dense', allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, ",
+        "attention_backend: got 'dense', allowed: unique, quest, streaming_llm, ",
     ),
     "unknown backend": (["--attention-backend", "h2o"], "attention_backend: got 'h2o', allowed: unique, "),
     "budget": (

@@ -33,6 +33,7 @@ STANDS_FOR = {
     "{origin}": (f"{KEY}.config",),
     f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
+    "entry point {self.group}": ("entry point",),
     "settings.{name}": (),  # any setting of training, by its path
     "settings.{first['msg']}": (),
     "vllm-sparse {command}": tuple(f"vllm-sparse {name}" for name in ("eval", "fetch-model", "real", "train", "tune")),
@@ -160,7 +161,8 @@ def settings() -> list[tuple[str, str, dict]]:
     found = []
     for path in PAGES:
         for line in code_lines(path):
-            if match := re.search(r"--additional-config '([^']*)'", line):
+            match = re.search(r"--additional-config '([^']*)'", line)
+            if match and '"NAME"' not in match[1]:  # a method of a package
                 backend = re.search(r"--attention-backend (\w+)", line)
                 found.append((f"{name_of(path)}: {line}", backend[1] if backend else "unique", json.loads(match[1])))
     return found
@@ -216,17 +218,11 @@ def test_links_to_files_lead_somewhere(path):
 
 
 def test_every_backend_has_a_page_with_the_same_questions():
-    for backend in BACKENDS.values():
-        pages = {
-            "unique_paper": "unique",
-            "unique_prefill": "prefill",
-            "zipvl_paper": "zipvl",
-            "unique_offload": "offload",
-        }
-        pages |= dict.fromkeys(("snapkv_paper", "pyramidkv_paper"), "compaction")
-        method = (pages | dict.fromkeys(("snapkv", "pyramidkv", "h2o"), "compaction")).get(backend, backend)
-        page = (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")
-        assert f"--attention-backend {backend}" in page
+    presets = {"unique_offload": "offload", "infllm": "infllm", "mean": "mean"}
+    pages = {"unique_prefill": "prefill"} | dict.fromkeys(("snapkv", "pyramidkv", "h2o"), "compaction") | presets
+    for backend in (*BACKENDS.values(), *presets):
+        page = (ROOT / "docs" / "methods" / f"{pages.get(backend, backend)}.md").read_text(encoding="utf-8")
+        assert (f'"preset": "{backend}"' if backend in presets else f"--attention-backend {backend}") in page
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         wanted = ("What it does", "Turn it on", "Use it when", "Do not use it when", "Measured")
         assert [heading for heading in headings if heading in wanted] == list(wanted), backend

@@ -16,6 +16,7 @@ LOST = "sparse_attention.compaction: what a prompt does not keep is lost; on Smo
 CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and quarters in a "
 THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
 CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
+MEAN_OF_SOME = {"policy": "mean", "keys": "representative"}
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
 LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'quarters', "
 PROMPTS = "sparse_attention.prefill: prompts attend sparsely, "
@@ -56,7 +57,7 @@ CASES = {
     "heavy hitters": ("h2o", {}, "auto", [LOST, HITTERS]),
     "wide pools": ("snapkv", {}, "auto", [LOST]),
     "infllm": ("infllm", {}, "auto", [FEW.format(512), INFLLM]),
-    "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [FEW.format(512), INFLLM]),
+    "infllm by its policy": ("dense", {"selection": MEAN_OF_SOME}, "auto", [FEW.format(512), INFLLM]),
     "lambda spelled out": ("unique", {"selection": {"lambda": 1.0}}, "auto", [LAMBDA]),
     "lambda and a deviation": ("unique", {"selection": {"lambda": 0.5, "statistics": "int8"}}, "auto", []),
     "lambda and an 8-bit cache": ("unique", {"selection": {"lambda": 0.5}}, "fp8", [CACHE]),
@@ -101,7 +102,7 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
 
 def test_presets_say_what_they_lose_and_the_others_say_nothing():
     silent = [name for name, preset in BACKENDS.items() if not notices.notices_of(resolve(None, preset), "auto")]
-    assert silent == ["UNIQUE", "DENSE", "ART", "LOSSLESS", "UNIQUE_OFFLOAD"]
+    assert silent == ["UNIQUE", "DENSE", "ART", "LOSSLESS"]
 
 
 @pytest.fixture

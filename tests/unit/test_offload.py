@@ -136,7 +136,7 @@ def test_what_is_not_proven_is_refused(case, folder, monkeypatch):
     arguments, model, sections, got = NOT_OFFLOADED[case]
     if case == "sleep mode":
         monkeypatch.setattr("vllm.platforms.interface.Platform.is_sleep_mode_available", lambda self: True)
-    expected = f"sparse_attention.offload: got {got}, allowed with attention backend unique_offload: null"
+    expected = f"sparse_attention.offload: got {got}, allowed with attention backend unique: null"
     assert refusal(folder(**model), **offloading(**sections), **arguments) == expected
     given = offloading(**sections, offload=None)
     assert engine_config(folder(**model), **given, **arguments)
@@ -187,7 +187,7 @@ def test_a_configuration_that_vllm_makes_after_the_cache_is_pinned_is_admitted(f
 
 def test_a_cpu_has_one_memory(folder):
     expected = (
-        "sparse_attention.offload.host_memory: got 1GiB, allowed with attention backend unique_offload: auto on a CPU, "
+        "sparse_attention.offload.host_memory: got 1GiB, allowed with attention backend unique: auto on a CPU, "
         "where all caches are in host memory"
     )
     assert refusal(folder(), **offloading(offload={"host_memory": "1GiB"})) == expected
@@ -199,7 +199,7 @@ def test_a_cpu_has_one_memory(folder):
 
 def test_a_cpu_has_no_copies(folder):
     expected = (
-        "sparse_attention.offload.hot_pages: got 2.0, allowed with attention backend unique_offload: the default on a "
+        "sparse_attention.offload.hot_pages: got 2.0, allowed with attention backend unique: the default on a "
         "CPU, which has no copies"
     )
     assert refusal(folder(), **offloading(offload={"hot_pages": 2})) == expected
@@ -505,10 +505,10 @@ def test_memory_that_cannot_be_had_is_refused_in_one_sentence(monkeypatch):
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_only_offloading_changes_the_allocation(chosen, monkeypatch):
-    backend = "unique_offload" if chosen else "unique"
-    vllm_config = SimpleNamespace(additional_config=None, model_config=None)
+    settings = {"sparse_attention": {"preset": "unique_offload"}} if chosen else None
+    vllm_config = SimpleNamespace(additional_config=settings, model_config=None)
     monkeypatch.setattr(pool, "get_current_vllm_config_or_none", lambda: vllm_config)
-    monkeypatch.setattr(compat, "chosen_backend", lambda config, names: backend.upper())
+    monkeypatch.setattr(compat, "chosen_backend", lambda config, names: "UNIQUE")
     called = []
     monkeypatch.setattr(pool, "allocate_in_host_memory", lambda *args, **more: called.append("host"))
     pool.allocate_cache(lambda *args, **more: called.append((args, more)), 1, layout=2)

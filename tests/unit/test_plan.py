@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_plugin.config import Retention, preset_names, requests_at_once, resolve
+from vllm_sparse_plugin.config import preset_names, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.evictions import Retention, requests_at_once
 from vllm_sparse_plugin.tools.cli.app import app
 from vllm_sparse_plugin.tools.cli.plan import CacheShape, _bytes_of, _pool
 
@@ -88,8 +89,11 @@ def test_other_layers_are_told_without_a_list_of_their_kinds(folder, fields, whi
         assert f"{which} do not attend to the whole context; the numbers take all layers to do so" in output
 
 
+OFFLOADING = {"preset": "unique_offload"}
+
+
 def test_offloading_divides_both_memories(folder):
-    host = ("--host-memory", "160GiB", "--attention-backend", "unique_offload", "--max-num-seqs", "8")
+    host = ("--host-memory", "160GiB", "--max-num-seqs", "8")
     output = run("--model", str(folder), *SIZES, "--context", "131072", *host)
     # 128 KiB a token, so 160 GiB are 1,310,720 tokens; 1/16 of the bytes are statistics; a buffer is 1/32 of 16 GiB.
     assert rows_of(output)["unique_offload"][2] == "1,310,720"
@@ -98,7 +102,7 @@ def test_offloading_divides_both_memories(folder):
         "prompts and 16.0 GiB of copies of pages; a request adds up to 2.8 ms to a step (no page has a copy), 0.28 ms "
         "if nine of ten have one"
     ) in output
-    settings = json.dumps({"sparse_attention": {"offload": {"host_memory": "16GiB", "hot_pages": 0}}})
+    settings = json.dumps({"sparse_attention": OFFLOADING | {"offload": {"host_memory": "16GiB", "hot_pages": 0}}})
     output = run("--model", str(folder), *SIZES, *host, "--additional-config", settings)
     assert rows_of(output)["as given"][2] == "131,072"
     assert "as given: 16.0 GiB of host memory" in output
@@ -121,10 +125,8 @@ def test_offloading_divides_both_memories(folder):
     ],
 )
 def test_what_a_server_refuses_beside_offloading_has_no_numbers(sections, sentence, folder):
-    settings = json.dumps({"sparse_attention": sections})
-    output = run(
-        "--model", str(folder), *SIZES, "--attention-backend", "unique_offload", "--additional-config", settings
-    )
+    settings = json.dumps({"sparse_attention": OFFLOADING | sections})
+    output = run("--model", str(folder), *SIZES, "--additional-config", settings)
     assert f"as given is refused: {sentence}" in output
     assert "as given" not in rows_of(output)
     assert "as given: 128.0 GiB" not in output
@@ -137,8 +139,8 @@ def test_selections_that_are_read_in_pieces_have_no_copies(case, folder):
         values = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**values, "num_key_value_heads": 1}))
     output = run(
-        "--model", str(folder), *SIZES, "--attention-backend", "unique_offload", "--additional-config",
-        json.dumps({"sparse_attention": settings}),
+        "--model", str(folder), *SIZES, "--additional-config",
+        json.dumps({"sparse_attention": OFFLOADING | settings}),
     )  # fmt: skip
     (line,) = (line for line in output.splitlines() if line.startswith("as given:"))
     assert "and 0.0 GiB of copies of pages" in line
@@ -156,9 +158,8 @@ def test_host_memory_whose_statistics_do_not_fit_the_gpu_is_refused(folder):
     small = ("--gpu-memory", "30GiB", "--gpu-memory-utilization", "1", "--weights", "16GiB", "--context", "131072")
 
     def given(size: str) -> str:
-        settings = json.dumps({"sparse_attention": {"offload": {"host_memory": size}}})
-        backend = "--attention-backend", "unique_offload"
-        return run("--model", str(folder), *small, *backend, "--additional-config", settings)
+        settings = json.dumps({"sparse_attention": OFFLOADING | {"offload": {"host_memory": size}}})
+        return run("--model", str(folder), *small, "--additional-config", settings)
 
     assert (
         "as given is refused: sparse_attention.offload.host_memory: got 999GiB, whose page statistics "

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sparse_plugin.config import Retention
-from vllm_sparse_plugin.config.retention import Pyramid
+from vllm_sparse_plugin.evictions import Pyramid, Retention
 
 BLOCK = 16
 

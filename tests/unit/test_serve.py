@@ -107,7 +107,7 @@ def test_an_unknown_backend_is_refused_with_our_names(monkeypatch, capsys, form)
         main()
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: attention_backend: got 'nope', allowed: unique, unique_paper, quest, ")
+    assert line.startswith("error: attention_backend: got 'nope', allowed: unique, quest, ")
     assert line.endswith(", or a backend of vLLM's own")
 
 

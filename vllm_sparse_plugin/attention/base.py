@@ -32,10 +32,11 @@ from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction, keep_queries, keeps_queries
-from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 from vllm_sparse_plugin.metrics import request_log
 from vllm_sparse_plugin.offload.memory import note_free_memory

@@ -22,9 +22,10 @@ from vllm_sparse_plugin.admission import attends_whole_context, drafts_with_atte
 from vllm_sparse_plugin.attention.anchors import anchors_of, expect_selecting, heads_of_anchors
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, Retention
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.metrics.live import (
     BLOCK_READS,
     READS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparse_kernels.compaction import (
     ROWS_AT_ONCE,
     CompactionRule,
     HeldBlocks,
+    HeldTokens,
     LayerCaches,
     QueryRing,
     add_votes_of_layers,
@@ -25,7 +27,7 @@ from sparse_kernels.compaction import (
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.step import Observed, RequestState, StepCompaction
-from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
@@ -242,16 +244,20 @@ class StepEvictions(StepCompaction):
             left: blocks that are given back, all evictions counted.
         """
         end = left + self.retention.kept_blocks(request.prompt_tokens, self.block_size)
-        tokens = request.computed - request.left * self.block_size
+        count = request.computed - request.left * self.block_size
         caches, rule = self._layer_caches(), self.rule
-        protected = self._protected(request, tokens, table.device)
+        protected = self._protected(request, count, table.device)
         # A copy begins at an aligned address, for which kernels are compiled.
-        held = HeldBlocks(table[request.left :].clone(), tokens, left - request.left, end - request.left, protected)
-        scores = self._scores(request, table, held, caches)
+        held = HeldBlocks(table[request.left :].clone(), count, left - request.left, end - request.left, protected)
+        votes = self._votes(request, table, held, caches)
+        scores = votes
+        if rule.score is not None:
+            of_layers = map(HeldTokens, votes, repeat(held.block_table), caches.caches)
+            scores = torch.stack([rule.scores(tokens) for tokens in of_layers])
         kept = keep_tokens(scores, held, caches, rule)
         moved_until = held.end_block * self.block_size
         if rule.every_query:
-            request.carry(_moved(scores, kept, moved_until), self.layers)
+            request.carry(_moved(votes, kept, moved_until), self.layers)
         if protected is not None:
             request.still = _moved(protected, kept, moved_until)
         request.left = left
@@ -267,8 +273,8 @@ class StepEvictions(StepCompaction):
             known = of_prompt.expand(len(self.layers), self._layer.num_kv_heads, -1)
         return torch.nn.functional.pad(known, (0, tokens - known.shape[2]))
 
-    def _scores(self, request: _Held, table: torch.Tensor, held: HeldBlocks, caches: LayerCaches) -> torch.Tensor:
-        """Returns the scores of the tokens that a request holds, `[num_layers, num_kv_heads, num_tokens]`."""
+    def _votes(self, request: _Held, table: torch.Tensor, held: HeldBlocks, caches: LayerCaches) -> torch.Tensor:
+        """Returns the votes of the tokens that a request holds, `[num_layers, num_kv_heads, num_tokens]`."""
         rule, tokens = self.rule, held.num_tokens
         if rule.every_query:
             self._add_ring(request, table)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from vllm_sparse_plugin.config import Retention, requests_at_once
+from vllm_sparse_plugin.evictions import Retention, requests_at_once
 from vllm_sparse_plugin.metrics.live import count_freed_blocks
 
 logger = init_logger(f"vllm.{__name__}")

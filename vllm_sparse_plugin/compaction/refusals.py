@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_sparse_plugin.config import KEY, Compaction, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.engine_traits import layers_over_everything
+from vllm_sparse_plugin.evictions import Compaction
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 
 if TYPE_CHECKING:

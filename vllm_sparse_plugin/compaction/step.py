@@ -17,7 +17,7 @@ from sparse_kernels.compaction import ROWS_AT_ONCE, CompactionRule, ObservationW
 from sparse_kernels.page_statistics import FEW_SLOTS
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows, Row
 

@@ -3,12 +3,10 @@
 This package needs neither vLLM nor torch.
 """
 
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, SnapKVCompaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.offload import Offload
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
-from vllm_sparse_plugin.config.retention import Retention, requests_at_once
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import check_additional_config, preset_names, resolve
@@ -17,19 +15,14 @@ from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.config.trained import read_trained_section, section_of, trained_section
 
 __all__ = [
-    "COMPACTIONS",
     "KEY",
     "BlockPrefill",
-    "Compaction",
     "Diagnostics",
     "DraftRule",
-    "H2OCompaction",
     "Lossless",
     "Offload",
     "ResolvedConfig",
-    "Retention",
     "Routing",
-    "SnapKVCompaction",
     "SparseAttentionConfig",
     "Speculation",
     "Stopping",
@@ -39,7 +32,6 @@ __all__ = [
     "describe_policies",
     "preset_names",
     "read_trained_section",
-    "requests_at_once",
     "resolve",
     "section_of",
     "trained_section",

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_sparse_plugin.config.anchors import anchors_of_layers
-from vllm_sparse_plugin.config.retention import Retention
 from vllm_sparse_plugin.config.schema import ResolvedConfig
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.policies import reads_selection
 
 PREFERRED_BLOCK = 64

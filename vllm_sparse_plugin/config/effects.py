@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_sparse_plugin.config.compaction import StreamingLLMCompaction
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import TRAINED
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.evictions.streaming_llm import StreamingLLMCompaction
 from vllm_sparse_plugin.policies import DensePolicy, StreamingLLMSelection
 from vllm_sparse_plugin.policies.base import Section
 from vllm_sparse_plugin.policies.scored import ScoredSelection

@@ -31,7 +31,7 @@ def _rows(section: str) -> list[tuple[str, str, Any, str]]:
     """Returns the fields of a section. Fields of several models have the names of their models."""
     if section not in VARIANTS:
         return [_row(f"{section}.{key}", field, "") for key, field in SECTIONS[section].items()]
-    tag, _, common, default = VARIANTS[section]
+    tag, common, default = VARIANTS[section].tag, VARIANTS[section].common, VARIANTS[section].default
     models = VARIANTS[section].by_name
     text = _text(SparseAttentionConfig.model_fields[section])
     rows: list[tuple[str, str, Any, str]] = [(f"{section}.{tag}", choices(models), default, text)]
@@ -63,17 +63,17 @@ def _text(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
+def sentence_of(error: ErrorDetails, sources: Mapping[str, str], values: Mapping[str, Any]) -> str:
     """Returns a sentence with the field, the value and the allowed values.
 
     Args:
         error: of pydantic's validation of `SparseAttentionConfig`.
         sources: sources of values by dotted field name. The sentence names a source other than the settings
             themselves.
+        values: the values that were validated.
     """
-    variants = VARIANTS.get(str(error["loc"][0])) if error["loc"] else None
-    names = variants.by_name if variants else {}
-    path = [str(part)[:_MOST_SHOWN] for depth, part in enumerate(error["loc"]) if depth != 1 or part not in names]
+    path = [str(part)[:_MOST_SHOWN] for part in error["loc"]]
+    variants = VARIANTS.get(path[0]) if path else None
     name = ".".join([KEY, *path])
     origin = sources.get(".".join(path))
     where = f" (from {origin})" if origin and origin != "additional config" else ""
@@ -82,14 +82,14 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         case "sentence":
             return f"{name}.{error['msg']}"
         case "extra_forbidden":
-            known = _known_keys(error["loc"][:-1])
+            known = _known_keys(path[:-1], values)
             close = difflib.get_close_matches(path[-1], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             return f"{name}{where}: unknown key{hint}, allowed: {choices(known)}"
         case "union_tag_invalid" | "union_tag_not_found" if variants:
             got = got.get(variants.tag) if isinstance(got, dict) else got
-            return f"{name}.{variants.tag}{where}: got {_shown(got)}, allowed: {choices(sorted(names))}"
-    field = _field(path, error["loc"])
+            return f"{name}.{variants.tag}{where}: got {_shown(got)}, allowed: {choices(variants.names())}"
+    field = _field(path, values)
     return f"{name}{where}: got {_shown(got)}, allowed: {allowed_by(field) if field else 'a mapping of settings'}"
 
 
@@ -102,23 +102,22 @@ def _shown(got: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _known_keys(section: tuple[int | str, ...]) -> list[str]:
+def _known_keys(section: list[str], values: Mapping[str, Any]) -> list[str]:
     if not section:
         return [*SparseAttentionConfig.model_fields, *SOURCES]
-    return list(_fields_at(section))
+    return list(_fields_of(section[0], values))
 
 
-def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None:
+def _field(path: list[str], values: Mapping[str, Any]) -> FieldInfo | None:
     if path[:1] and path[0] in SECTIONS:
-        return _fields_at(location).get(path[1]) if len(path) > 1 else None
+        return _fields_of(path[0], values).get(path[1]) if len(path) > 1 else None
     return SparseAttentionConfig.model_fields.get(path[0]) if path else None
 
 
-def _fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
-    """Returns the fields of the section at pydantic's location, of the model named there."""
-    section = str(location[0])
-    models = VARIANTS[section].by_name if section in VARIANTS else {}
-    model = models.get(str(location[1])) if len(location) > 1 else None
+def _fields_of(section: str, values: Mapping[str, Any]) -> dict[str, FieldInfo]:
+    """Returns the fields of a section, of the model that the values name."""
+    variants = VARIANTS.get(section)
+    model = variants.find(values[section][variants.tag]) if variants else None
     return fields_by_key(model) if model else SECTIONS[section]
 
 
@@ -132,6 +131,9 @@ def allowed_by(field: FieldInfo) -> str:
     if kinds and NoneType not in kinds:
         return choices([str(literal) for literal in kinds])
     kind = "an integer" if int in (field.annotation, *kinds) else "a number"
-    least = next(bound.ge for bound in field.metadata if isinstance(bound, Ge))
-    most = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+    least = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+    most = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
+    if least is None or most is None:
+        # A field of another package.
+        return "text" if field.annotation is str else kind
     return f"{kind} from {least:g} to {most:.10g}"

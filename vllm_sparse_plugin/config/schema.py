@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, SerializeAsAny
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.offload import Offload
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import FITTED, VERDICT, Routing
 from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.stopping import Stopping
+from vllm_sparse_plugin.evictions import COMPACTIONS, Compaction
 from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, DensePolicy, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
@@ -32,10 +31,30 @@ SOURCES = ("preset", "config", "trained")
 """Keys in addition to the schema: the name of a preset, the name of a YAML file, and whether to use the settings of
 the model's training."""
 
-AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
-AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # type: ignore[valid-type]
+_PREFILLS: dict[str, type[Section]] = {str(model.model_fields["method"].default): model for model in PREFILLS}
 
-AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method")]  # type: ignore[valid-type]
+
+def _by_name(tag: str, find: Callable[[str], type[Section] | None]) -> PlainValidator:
+    """Returns a validator of a section whose key `tag` names its class."""
+
+    def validate(value: Any) -> Section:
+        if isinstance(value, Section):
+            return value
+        if not isinstance(value, dict):
+            raise PydanticKnownError("dict_type")
+        name = value.get(tag)
+        found = find(name) if isinstance(name, str) else None
+        if found is None:
+            raise PydanticKnownError("union_tag_invalid", {"discriminator": tag, "tag": str(name), "expected_tags": ""})
+        return found.model_validate(value)
+
+    return PlainValidator(validate)
+
+
+# The class may be that of another package, so no union of classes says what is valid.
+AnySelection = Annotated[SerializeAsAny[Policy], _by_name("policy", POLICIES.find)]
+AnyPrefill = Annotated[SerializeAsAny[Section], _by_name("method", _PREFILLS.get)]
+AnyCompaction = Annotated[SerializeAsAny[Compaction], _by_name("method", COMPACTIONS.find)]
 
 
 class Diagnostics(Section):
@@ -48,11 +67,11 @@ class Diagnostics(Section):
 class SparseAttentionConfig(Section):
     """Settings of the pipeline."""
 
-    selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
+    selection: AnySelection = UniqueSelection()
     """The rule that chooses the pages of a decode step."""
-    prefill: AnyPrefill | None = None  # type: ignore[valid-type]
+    prefill: AnyPrefill | None = None
     """What the tokens of a prompt attend to; null: everything."""
-    compaction: AnyCompaction | None = None  # type: ignore[valid-type]
+    compaction: AnyCompaction | None = None
     """What the cache keeps of a prompt after its prefill; null: everything."""
     routing: Routing | None = None
     """The KV groups that a decode step skips; null: none."""
@@ -91,7 +110,11 @@ class Variants(NamedTuple):
     tag: str
     """The key."""
     models: Sequence[type[Section]]
-    """The models."""
+    """The models of this package."""
+    find: Callable[[str], type[Section] | None]
+    """Returns the model of a name, which may be that of another package."""
+    names: Callable[[], Sequence[str]]
+    """Returns the names of all models."""
     common: type[Section]
     """Base class with the settings that all models share."""
     default: str | None
@@ -99,7 +122,7 @@ class Variants(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, type[Section]]:
-        """The models by their value of the key."""
+        """The models of this package by their value of the key."""
         return {str(model.model_fields[self.tag].default): model for model in self.models}
 
     @property
@@ -109,9 +132,9 @@ class Variants(NamedTuple):
 
 
 VARIANTS: dict[str, Variants] = {
-    "selection": Variants("policy", POLICIES, Selection, POLICIES[0].name()),
-    "prefill": Variants("method", PREFILLS, Section, None),
-    "compaction": Variants("method", COMPACTIONS, Compaction, None),
+    "selection": Variants("policy", tuple(POLICIES), POLICIES.find, POLICIES.names, Selection, UniqueSelection.name()),
+    "prefill": Variants("method", PREFILLS, _PREFILLS.get, lambda: sorted(_PREFILLS), Section, None),
+    "compaction": Variants("method", tuple(COMPACTIONS), COMPACTIONS.find, COMPACTIONS.names, Compaction, None),
 }
 """The sections with several models."""
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
@@ -151,8 +174,7 @@ class ResolvedConfig:
     @property
     def selection(self) -> Policy:
         """The section `selection`."""
-        selection: Policy = self.config.selection
-        return selection
+        return self.config.selection
 
     @property
     def routing(self) -> Routing | None:
@@ -162,7 +184,8 @@ class ResolvedConfig:
     @property
     def prefill(self) -> BlockPrefill | ZipVLPrefill | None:
         """The section `prefill`, or None."""
-        prefill: BlockPrefill | ZipVLPrefill | None = self.config.prefill
+        prefill = self.config.prefill
+        assert prefill is None or isinstance(prefill, (BlockPrefill, ZipVLPrefill))
         return prefill
 
     @property
@@ -174,8 +197,7 @@ class ResolvedConfig:
     @property
     def compaction(self) -> Compaction | None:
         """The section `compaction`, or None."""
-        compaction: Compaction | None = self.config.compaction
-        return compaction
+        return self.config.compaction
 
     @property
     def moves_tokens(self) -> bool:

@@ -124,7 +124,7 @@ def _merged(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> ResolvedConfig:
     try:
         return with_one_window(SparseAttentionConfig.model_validate(merged).without_auto(), sources)
     except ValidationError as error:
-        sentence = sentence_of(error.errors()[0], sources)
+        sentence = sentence_of(error.errors()[0], sources, merged)
         raise ConfigurationError(" ".join(sentence.splitlines())) from None
 
 

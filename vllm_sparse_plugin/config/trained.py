@@ -17,7 +17,7 @@ from typing import Any
 from vllm_sparse_plugin.config.routing import FITTED, ORIGIN, VERDICT
 from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.policies import POLICIES, DensePolicy
+from vllm_sparse_plugin.policies import DensePolicy, UniqueSelection
 from vllm_sparse_plugin.policies.base import Policy
 
 TRAINED = "the model's config.json"
@@ -132,7 +132,7 @@ def applies(section: Mapping[str, Any], policy: str) -> bool:
         ConfigurationError: if the policy is another one that selects pages, or the section has other settings than
             `train` writes.
     """
-    trained = section["selection"].get("policy", POLICIES[0].name())
+    trained = section["selection"].get("policy", UniqueSelection.name())
     if policy == DensePolicy.name():
         return False
     if policy != trained:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeG
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from vllm_sparse_plugin.methods import Methods
+
 if TYPE_CHECKING:
     import torch
     from sparse_kernels.batch import PageSelection
@@ -141,6 +143,10 @@ class Selection(Policy):
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)
+
+
+POLICIES: Methods[Policy] = Methods("vllm_sparse_plugin.policies", Policy)
+"""Every policy. Iteration yields those of this package."""
 
 
 def reads_selection(selector: Selection | None) -> TypeGuard[Selection]:

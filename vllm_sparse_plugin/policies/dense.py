@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vllm_sparse_plugin.policies.base import Policy, Selection
+from vllm_sparse_plugin.policies.base import POLICIES, Policy, Selection
 
 if TYPE_CHECKING:
     import torch
     from sparse_kernels.page_statistics import PageStatistics
 
 
+@POLICIES.built_in
 class DensePolicy(Policy):
     """Reads everything with vLLM's kernels: the baseline of a sparse policy with otherwise equal settings."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from vllm_sparse_plugin.policies.base import POLICIES
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 
+@POLICIES.built_in
 class QuestSelection(ScoredSelection):
     """Quest: score every page by the largest logit that the bounds of its keys allow, read the best ones.
 

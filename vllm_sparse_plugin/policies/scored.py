@@ -14,7 +14,7 @@ from vllm_sparse_plugin.policies.base import Selection
 if TYPE_CHECKING:
     import torch
     from sparse_kernels.batch import PageSelection
-    from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+    from sparse_kernels.page_statistics import PageStatistics, StatisticsKind, StatisticsLayout
 
 _MOST_LAYERS = _MOST_HEADS = 1024
 
@@ -23,8 +23,8 @@ class ScoredSelection(Selection):
     """Scores every page by its statistics and reads the best ones."""
 
     has_kernel = True
-    statistics_kind: ClassVar[str]
-    """The kind of page statistics, a name in `KINDS`. It determines the score."""
+    statistics_kind: ClassVar[str | StatisticsKind]
+    """The kind of page statistics, or its name in `KINDS`. It determines the score."""
     recent_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """Newest complete pages that are always read, within the budget."""
     statistics: StatisticsFormat = "int8"
@@ -90,7 +90,9 @@ class ScoredSelection(Selection):
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
-        return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind])
+        kind = self.statistics_kind
+        kind = KINDS[kind] if isinstance(kind, str) else kind
+        return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, kind)
 
     def page_selection(self) -> PageSelection:
         from sparse_kernels.batch import PageSelection
@@ -114,7 +116,12 @@ class ScoredSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the selection of `select` in reading order: pages that are always read, then best score first."""
+        """Returns the selection of `select` in reading order: pages that are always read, then best score first.
+
+        Where `select` is another class's own choice, the order is that of its base class.
+        """
+        if not self.has_kernel:
+            return super().reading_order(query, statistics, block_table, num_pages)
         from sparse_kernels.page_topk import best_first
 
         pages, scores = self._select(query, statistics, block_table, num_pages)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vllm_sparse_plugin.policies.base import Selection
+from vllm_sparse_plugin.policies.base import POLICIES, Selection
 
 if TYPE_CHECKING:
     import torch
     from sparse_kernels.page_statistics import PageStatistics
 
 
+@POLICIES.built_in
 class StreamingLLMSelection(Selection):
     """StreamingLLM: the sink pages, and the newest pages for the rest of the budget.
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from sparse_kernels.limits import MAX_K
 
+from vllm_sparse_plugin.policies.base import POLICIES
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ LEVELED = "leveled_quarters"
 _REFINED = 0.25
 
 
+@POLICIES.built_in
 class UniqueSelection(ScoredSelection):
     """UNIQUE: score every page by small statistics of its keys, read the best ones."""
 

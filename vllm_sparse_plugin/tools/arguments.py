@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, preset_names, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices, expect_known
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS, backend_beside
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import StreamingLLMSelection
 from vllm_sparse_plugin.tools import endings
@@ -65,9 +65,17 @@ def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
         ConfigurationError: the name is not allowed.
     """
     if backend.upper() not in backends:
-        allowed = choices(name.lower() for name in backends)
+        allowed = beside_preset(backend) or choices(name.lower() for name in backends)
         raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {allowed}")
     return BACKENDS[backend.upper()]
+
+
+def beside_preset(name: str) -> str | None:
+    """Return the options that serve a preset, for a name that is a preset and no backend; else None."""
+    if name.upper() in BACKENDS or name.lower() not in preset_names():
+        return None
+    settings = json.dumps({KEY: {"preset": name.lower()}})
+    return f"--attention-backend {backend_beside(name.lower())} --additional-config '{settings}'"
 
 
 def budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
@@ -99,7 +107,8 @@ def expect_backend(name: str) -> bool:
 
     if name.upper() not in AttentionBackendEnum.__members__:
         names = ", ".join(known.lower() for known in BACKENDS)
-        raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {names}, or a backend of vLLM's own")
+        allowed = beside_preset(name) or f"{names}, or a backend of vLLM's own"
+        raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}")
     return False
 
 

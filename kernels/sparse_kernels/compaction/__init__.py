@@ -12,11 +12,13 @@ from sparse_kernels.compaction.held import add_votes_of_layers, keep_tokens
 from sparse_kernels.compaction.layers import HeldBlocks, LayerCaches
 from sparse_kernels.compaction.ring import QueryRing
 from sparse_kernels.compaction.rule import CompactionRule
+from sparse_kernels.compaction.scores import HeldTokens
 
 __all__ = [
     "ROWS_AT_ONCE",
     "CompactionRule",
     "HeldBlocks",
+    "HeldTokens",
     "LayerCaches",
     "ObservationWindow",
     "PromptBlocks",

@@ -14,6 +14,7 @@ from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import reference
 from sparse_kernels.compaction.rule import CompactionRule
+from sparse_kernels.compaction.scores import HeldTokens
 from sparse_kernels.token_prefill import TokenRule, attention_sums, draw_probes, rows_that_see
 
 ROWS_AT_ONCE = (32, 128, 512, 1024)
@@ -62,6 +63,7 @@ def compact_prompt(
     1. *Votes*: the attention of the window's queries, causal softmax over the whole prompt, summed over queries and
        over the query heads of a KV head. The vote of a token before the window is the largest vote among its
        neighbours.
+       `rule.score` may turn votes, keys and values into other scores.
     2. *Choice*: as many tokens as the target blocks hold, from all full blocks. First the `sink_tokens` first tokens,
        the window and protected tokens, then tokens by their votes. Ties go to the lowest token.
     3. *Move*: in text order or by votes, to `[first_block, P // block_size)`. The tokens of an incomplete last block
@@ -97,8 +99,9 @@ def compact_prompt(
     else:
         raise ValueError(f"earlier: got {list(earlier.shape)}, allowed: {list(shape)}")
     add_votes(votes, window, prompt.block_table, cache, softmax)
+    scores = rule.scores(HeldTokens(votes, prompt.block_table, cache))
     kept = choose_tokens(
-        votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule, prompt.protected
+        scores, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule, prompt.protected
     )
     _move(kept, prompt, cache)
     return kept

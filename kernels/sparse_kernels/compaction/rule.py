@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from sparse_kernels.compaction.scores import HeldTokens
 from sparse_kernels.token_prefill import TokenRule
 
 _RING_TOKENS = 32
@@ -26,9 +30,24 @@ class CompactionRule:
     """Whether all queries vote, by `add_votes` as they are computed; else only the newest vote."""
     probes: TokenRule | None = None
     """Draws the rows that vote, see `voting_rows`; None if all vote."""
+    score: Callable[[HeldTokens], torch.Tensor] | None = None
+    """Returns the scores of a layer's tokens, `[num_kv_heads, num_tokens]`; None: their votes are their scores."""
     in_order_of_votes: bool = False
     """Whether kept tokens are stored by their scores, sinks first, the largest score last; else in text order. A reader
     that begins at the end then meets the newest tokens, and the others by their votes."""
+
+    def scores(self, tokens: HeldTokens) -> torch.Tensor:
+        """Returns the scores of a layer's tokens, `[num_kv_heads, num_tokens]` float32.
+
+        Raises:
+            ValueError: if `score` returns another shape.
+        """
+        if self.score is None:
+            return tokens.votes
+        scores = self.score(tokens)
+        if scores.shape != tokens.votes.shape:
+            raise ValueError(f"score: got {list(scores.shape)}, allowed: {list(tokens.votes.shape)}")
+        return scores.float()
 
     @property
     def ring_tokens(self) -> int:

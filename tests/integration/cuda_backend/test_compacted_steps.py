@@ -15,7 +15,8 @@ from support.snapkv import kept_tokens
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, start_up
 from vllm_sparse_plugin.compaction.step import StepCompaction
-from vllm_sparse_plugin.config import Retention, resolve
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.metrics import dropping
 from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from support.presets import serving
+
 from vllm_sparse_plugin.config import KEY
 
 MAX_MODEL_LEN = 1024
@@ -78,7 +80,7 @@ class Way:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
-        return {"attention_backend": self.backend, "additional_config": {KEY: dict(self.settings)}}
+        return serving({"attention_backend": self.backend, "additional_config": {KEY: dict(self.settings)}})
 
 
 def _selecting(preset: str, **more: object) -> Way:

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_sparse_plugin.config import Compaction
+from vllm_sparse_plugin.evictions import Compaction
 
 _NEARLY = 2e-3
 """Difference of two scores, relative to the largest score, below which either token may be kept."""

@@ -21,7 +21,8 @@ from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, rehearse
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.step import StepCompaction
-from vllm_sparse_plugin.config import BlockPrefill, Compaction, ResolvedConfig
+from vllm_sparse_plugin.config import BlockPrefill, ResolvedConfig
+from vllm_sparse_plugin.evictions import Compaction
 from vllm_sparse_plugin.metrics.dropping import dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.policies import Selection, reads_selection
@@ -33,6 +34,8 @@ longest context, by about 100 bytes per token."""
 _WINDOW_SCRATCH = 256 * 2**20
 """Bytes of the queries that all layers keep until a prompt ends. A prompt takes 8 MB in a model of 32 layers with 32
 heads of 128 elements and windows of 32 tokens."""
+_SCORED_COPIES = 4
+"""Copies of a layer's keys, in float32, that a method's `score` may take."""
 _COLD = "its kernels are compiled when a prompt needs them"
 """The message if the warm-up of compaction or sparse prefill fails."""
 
@@ -135,18 +138,19 @@ def _compaction_scratch(impl: SparseImpl, compaction: Compaction, itemsize: int)
     numbers = 4 * impl.num_kv_heads * size.longest_context
     # The votes of a prompt that is still in prefill.
     lasting = numbers if compaction.retention().counts_every_query else 0
-    if not compaction.evicts_between_steps:
-        # Votes and their order; the queries of prompts that end in one step.
-        return 10 * numbers, lasting + _WINDOW_SCRATCH // size.num_layers
     rule = compaction.rule()
     assert rule is not None
+    scoring = 0 if rule.score is None else _SCORED_COPIES * numbers * impl.head_size
+    if not compaction.evicts_between_steps:
+        # Votes and their order; the queries of prompts that end in one step.
+        return 10 * numbers + scoring, lasting + _WINDOW_SCRATCH // size.num_layers
     lasting += size.requests * compaction.query_bytes(1, impl.num_heads, impl.head_size, itemsize)
     # Votes that requests carry, and marks of the tokens that they protect.
     budget = compaction.budget_tokens or math.ceil((compaction.budget_ratio or 0) * size.longest_context)
     held = budget + (compaction.retention().every or 0)
     lasting += ((4 if rule.every_query else 0) + 1) * impl.num_kv_heads * size.requests * held
     # Layers evict together. Votes, their order, marks of protected tokens.
-    return 3 * numbers * size.num_layers, lasting
+    return 3 * numbers * size.num_layers + scoring, lasting
 
 
 def warm_up_compaction(

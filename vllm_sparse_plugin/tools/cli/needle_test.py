@@ -29,6 +29,7 @@ from vllm_sparse_plugin.tools.arguments import (
     AttentionBackends,
     ModelFolder,
     Seed,
+    beside_preset,
     find_model,
     open_tokenizer,
     parse_additional_config,
@@ -255,8 +256,8 @@ def _check(
     check_questions(plan.tasks, plan.contexts, plan.count, limit)
     for name in backends:
         if name.upper() not in BACKENDS or backends.count(name) > 1:
-            allowed = choices(known.lower() for known in BACKENDS)
-            raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}, each once")
+            allowed = beside_preset(name) or f"{choices(known.lower() for known in BACKENDS)}, each once"
+            raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)

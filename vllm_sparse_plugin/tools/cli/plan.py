@@ -11,18 +11,11 @@ import typer
 from rich.table import Column, Table
 from sparse_kernels.limits import MAX_GROUP, MAX_K
 
-from vllm_sparse_plugin.config import (
-    KEY,
-    ResolvedConfig,
-    Retention,
-    preset_names,
-    read_trained_section,
-    requests_at_once,
-    resolve,
-)
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, preset_names, read_trained_section, resolve
 from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.config.offload import bytes_of
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.evictions import Retention, requests_at_once
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.offload.refusals import refuse_settings
 from vllm_sparse_plugin.requests.arguments import largest_selection
