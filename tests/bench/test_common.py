@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,3 +169,24 @@ def test_what_is_no_result_file_is_refused(tmp_path, broken):
     path.write_text(broken)
     with pytest.raises(ConfigurationError, match=r"^results: got '.*out.jsonl', allowed: JSON lines that begin with "):
         read_runs(path)
+
+
+def test_whole_blocks_are_copied_in_every_layer_with_statistics_beside_them():
+    memory = torch.arange(2 * 4 * 6, dtype=torch.int16)
+    caches = [memory.as_strided((4, 3), (6, 1), 24 * layer) for layer in range(2)]  # the views leave out half a block
+    beside = torch.arange(8.0).view(4, 2)
+    layers = {
+        "one": SimpleNamespace(kv_cache=caches[0], impl=SimpleNamespace(statistics_beside=beside)),
+        "two": SimpleNamespace(kv_cache=caches[1]),
+        "none": SimpleNamespace(),
+    }
+    worker = BenchWorker()
+    worker.model_runner = SimpleNamespace(kv_cache_config=SimpleNamespace(num_blocks=4))
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    before = memory.view(2, 4, 6).clone()
+    worker.copy_blocks([(0, 3), (1, 2)])
+    assert torch.equal(memory.view(2, 4, 6), before[:, [0, 1, 1, 0]])
+    assert torch.equal(beside, torch.tensor([[0.0, 1.0], [2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]))
+    layers["two"].kv_cache = memory.as_strided((4, 3), (6, 1), 3)
+    with pytest.raises(RuntimeError, match="are not one after the other"):
+        worker.copy_blocks([(0, 3)])
