@@ -25,13 +25,16 @@ from vllm_sparse_plugin.compaction.notices import compaction_notices
 from vllm_sparse_plugin.compaction.refusals import refuse_evictions, refuse_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.anchors import refuse_anchors
+from vllm_sparse_plugin.config.cuts import least_room
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of, overridden_fields
+from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.engine_traits import (
     architecture_of,
     engines_in_parts,
     moved_blocks,
+    room_for_prompts,
     shared_caches,
     unlike_layers_or_engines,
     unmixed_blocks,
@@ -41,6 +44,7 @@ from vllm_sparse_plugin.lossless.notices import lossless_notices
 from vllm_sparse_plugin.lossless.speculation import other_scheduler
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.metrics.settings import state_settings
+from vllm_sparse_plugin.names import CUTTING_SCHEDULERS
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.offload.refusals import refuse_offload, size_cache
 from vllm_sparse_plugin.policies import reads_selection
@@ -80,7 +84,9 @@ def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block
     itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
     layouts = [config.statistics_layout(model.get_head_size(), itemsize) for model in _models(vllm_config)]
     pages = config.selector.page_size if config.selector else 1
-    return math.lcm(kernel_block, pages, *(layout.unit_tokens for layout in layouts if layout))
+    # A prefix-cache hit must end where a tile ends.
+    tile = config.block_prefill.tile_tokens if config.block_prefill else 1
+    return math.lcm(kernel_block, pages, tile, *(layout.unit_tokens for layout in layouts if layout))
 
 
 def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
@@ -118,6 +124,9 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         _refuse(name, False, field, got, allowed)
     if config.offload is not None:
         size_cache(vllm_config, config.offload)
+    if config.prefill is not None:
+        scheduler = vllm_config.scheduler_config
+        scheduler.scheduler_cls = CUTTING_SCHEDULERS[bool(scheduler.async_scheduling)]
     of_engine = *compaction_notices(vllm_config, config), *lossless_notices(vllm_config, config)
     announce(config, vllm_config.cache_config.cache_dtype, of_engine)
     if vllm_config.kv_transfer_config:
@@ -250,6 +259,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             refusals += refuse_offload(vllm_config, config)
         if config.rolling_window is not None:
             refusals += refuse_rolling(config, cache.cache_dtype)
+        if config.prefill is not None:
+            _expect_cuttable(expect, vllm_config, config.prefill)
         if config.lossless is not None:
             _expect_verifiable(expect, vllm_config, config)
         if not refusals:
@@ -457,6 +468,25 @@ def _expect_compactable(expect: _Expect, vllm_config: VllmConfig, rolls: bool) -
         expect(False, f"{KEY}.compaction", got, "null")
     for got in unlike_layers_or_engines(vllm_config) if rolls else ():
         expect(False, f"{KEY}.compaction.positions", f"rolling with {got}", "text")
+
+
+def _expect_cuttable(expect: _Expect, vllm_config: VllmConfig, prefill: BlockPrefill | ZipVLPrefill) -> None:
+    scheduler, least = vllm_config.scheduler_config, least_room(prefill)
+    # vLLM checks a configuration again after a change.
+    given = None if scheduler.scheduler_cls in CUTTING_SCHEDULERS else scheduler.scheduler_cls
+    expect(given is None, "scheduler_cls", f"{given} with {KEY}.prefill, which cuts prompts at fixed positions", "none")
+    room = room_for_prompts(vllm_config)
+    threshold, tokens = scheduler.long_prefill_token_threshold, scheduler.max_num_batched_tokens
+    if 0 < threshold < least:
+        expect(False, "long_prefill_token_threshold", f"{threshold} with {KEY}.prefill", f"0, or at least {least}")
+    elif room < least:
+        expect(False, "max_num_batched_tokens",
+               f"{tokens} with {KEY}.prefill and max_num_seqs {scheduler.max_num_seqs}",
+               f"at least {tokens + least - room}")  # fmt: skip
+    if isinstance(prefill, ZipVLPrefill):
+        # A connector finds parts of chunks.
+        for got in moved_blocks(vllm_config, noise=False):
+            expect(False, f"{KEY}.prefill", f"zipvl with {got}", "null or blocks")
 
 
 def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig) -> None:

@@ -76,6 +76,16 @@ def layers_over_everything(vllm_config: VllmConfig) -> int:
     return int(model.get_num_layers_by_block_type(parallel) if model.has_noops else model.get_num_layers(parallel))
 
 
+def room_for_prompts(vllm_config: VllmConfig) -> int:
+    """Returns how many tokens a step always has for one prompt, whatever other requests decode."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    room = tokens - (scheduler.max_num_seqs - 1) * (1 + drafts)
+    threshold = scheduler.long_prefill_token_threshold
+    return int(min(room, threshold) if threshold > 0 else room)
+
+
 def _layer_kinds(vllm_config: VllmConfig) -> set[str]:
     """Returns the kinds of a model's layers, as transformers names them."""
     model = vllm_config.model_config

@@ -26,5 +26,7 @@ def backend_beside(preset: str) -> str:
 
 DRAFTER = "vllm_sparse_plugin.lossless.drafter.SparseDrafter"
 """The drafter class of lossless mode, for vLLM's speculative configuration."""
+CUTTING_SCHEDULERS = ("vllm_sparse_plugin.prompts.CuttingScheduler", "vllm_sparse_plugin.prompts.CuttingAsyncScheduler")
+"""The scheduler classes of sparse prefill, without and with asynchronous scheduling."""
 SCHEDULER = "vllm_sparse_plugin.lossless.scheduler.PacedScheduler"
 """The scheduler class of lossless mode on a GPU, for vLLM's scheduler configuration."""

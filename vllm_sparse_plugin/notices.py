@@ -185,7 +185,7 @@ def _about_threshold_of_no_model(situation: Situation) -> str:
 def _about_sparse_prefill(situation: Situation) -> str:
     return (
         f"{KEY}.prefill: prompts attend sparsely, so their log probabilities, keys and values differ from those of "
-        "dense attention, and depend slightly on the chunks of a prompt."
+        "dense attention."
     )
 
 

@@ -1,5 +1,9 @@
 """Sparse prefill in one attention layer, with vLLM's metadata and KV-cache update on a CPU."""
 
+import itertools
+import random
+from collections.abc import Iterator
+
 import pytest
 import torch
 from sparse_kernels.batch import Prompts, Softmax
@@ -10,6 +14,8 @@ from support.engines import MODEL, run_engine
 from support.layer import LayerHarness
 from transformers import AutoTokenizer
 
+from vllm_sparse_plugin.config import BlockPrefill, ZipVLPrefill
+from vllm_sparse_plugin.config.cuts import PromptCuts
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
@@ -257,3 +263,36 @@ def test_an_engine_finds_needles_with_important_tokens_cached_or_not():
         for name in ("density", "pairs"):
             read, of = (engine.metric(f"vllm_sparse_prefill_{name}_{part}") for part in ("sum", "count"))
             assert 0 < read < 0.7 * of
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("backend", "prefill"), [("dense", FEW), ("unique", FEW), ("zipvl", KEEPING), ("zipvl_paper", KEEPING)]
+)
+def test_neighbours_change_no_bit_of_a_prompt(model, backend, prefill, seed):
+    """An idle server has room for the whole prompt. A busy one cuts it where `PromptCuts` allows, beside others."""
+    draw, tokens = random.Random(seed), 641
+    section = (ZipVLPrefill if backend.startswith("zipvl") else BlockPrefill)(**prefill)
+    cuts = PromptCuts.of(section, 300, 128, 1)
+
+    def served(rooms: Iterator[int], beside: bool) -> torch.Tensor:
+        harness = LayerHarness(model, settings={"prefill": prefill, **decoding(backend)}, backend=backend)
+        request, outputs = harness.request(tokens), []
+        while (start := len(request.keys)) < tokens:
+            end = cuts.end(start, min(start + next(rooms), tokens), tokens)
+            if end == start:
+                continue
+            part = tuple(of[start:end] for of in data)
+            others = [(harness.request(80), draw.randrange(2, 80)) for _ in range(draw.randrange(3))] if beside else []
+            outputs.append(harness.step([(request, end - start), *others], {0: part})[0])
+            for other, _ in others:
+                harness.release(other)
+        return torch.cat(outputs)
+
+    generator = torch.Generator().manual_seed(seed)
+    data = [torch.randn(tokens, heads, 64, generator=generator).bfloat16() for heads in (8, 2, 2)]
+    alone = served(itertools.repeat(tokens), beside=False)
+    busy = served(iter(lambda: draw.randrange(1, 400), 0), beside=True)
+    # vLLM's kernels compute the first tokens.
+    assert torch.equal(alone[cuts.dense_tokens :], busy[cuts.dense_tokens :])
+    assert (alone.double() - busy.double()).abs().amax() < DENSE_TOLERANCE

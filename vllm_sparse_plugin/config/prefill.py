@@ -66,6 +66,17 @@ class BlockPrefill(Section):
             )
         return self
 
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of a context in whose tiles every past key block is read: the first tiles."""
+        blocks = max(-(-self.min_context_tokens // self.block_tokens), max(self.min_blocks, self.always_read) + 1)
+        return -(-blocks * self.block_tokens // self.tile_tokens) * self.tile_tokens
+
+    @property
+    def always_read(self) -> int:
+        """Past key blocks that a tile always reads."""
+        return self.sink_blocks + self.recent_blocks
+
     def rule(self) -> BlockRule:
         """Returns the rule as the operation takes it."""
         from sparse_kernels.block_prefill import BlockRule
