@@ -441,6 +441,30 @@ def _expect_routable(expect: _Expect, vllm_config: VllmConfig, routing: Routing)
         _expect_model(expect, vllm_config, routing.fingerprint, routing.model, "thresholds")
 
 
+def refuse_other_weights(vllm_config: VllmConfig, backends: Mapping[str, str], call: str) -> None:
+    """Refuses a call that replaces the weights of a running engine whose settings were found for its weights.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        backends: names and presets of this plugin's backends.
+        call: what a program calls.
+
+    Raises:
+        ConfigurationError: if thresholds or anchors have the fingerprint of a model.
+    """
+    name = compat.chosen_backend(vllm_config, backends)
+    if name is None:
+        return
+    config, expect = resolved(vllm_config, backends[name]), partial(_refuse, name)
+    found = {
+        "thresholds": config.routing.fingerprint if config.routing else None,
+        "anchors": config.anchor_fingerprint,
+    }
+    for settings, fingerprint in found.items():
+        expect(fingerprint is None, f"{call}", f"a call beside {settings} of the model with fingerprint {fingerprint}",
+               "a new server, with settings for the new weights")  # fmt: skip
+
+
 def _expect_model(
     expect: _Expect, vllm_config: VllmConfig, fingerprint: str | None, name: str | None, settings: str
 ) -> None:
@@ -455,6 +479,9 @@ def _expect_model(
     at_load = model.quantization if model.model_arch_config.quantization_config is None else None
     expect(vllm_config.lora_config is None, "enable_lora", f"true, {why}", default)
     expect(at_load is None, "quantization", f"{at_load}, {why}", default)
+    expect(vllm_config.weight_transfer_config is None, "weight_transfer_config", f"one, {why}", default)
+    load_format = vllm_config.load_config.load_format
+    expect(load_format != "dummy", "load_format", f"dummy, {why}", default)
     expect(model.hf_config_path in (None, model.model), "hf_config_path", f"{model.hf_config_path}, {why}", default)
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
     expect(served == fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",

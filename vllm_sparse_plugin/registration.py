@@ -115,6 +115,13 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
             compat.mend_kernel_overrides()
 
 
+def refuse_other_weights_if_chosen(vllm_config: VllmConfig, call: str) -> None:
+    """Refuses a call that replaces the weights; see `admission.refuse_other_weights`."""
+    from vllm_sparse_plugin.admission import refuse_other_weights
+
+    refuse_other_weights(vllm_config, BACKENDS, call)
+
+
 def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
     """Checks the layers of a worker's model if one of this plugin's backends is chosen. On a CPU it also corrects
     vLLM's sampling of drafts.
@@ -128,5 +135,6 @@ def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
         from vllm_sparse_plugin.admission import check_layers
 
         check_layers(vllm_config, BACKENDS)
+        compat.hook_weight_updates(refuse_other_weights_if_chosen)
         if vllm_config.speculative_config is not None and current_platform.is_cpu():
             compat.mend_rejection_sampling()

@@ -85,7 +85,6 @@ def engine_config(model: str, **arguments: object) -> VllmConfig:
         "model": model,
         "attention_backend": "unique",
         "skip_tokenizer_init": True,
-        "load_format": "dummy",
         "enforce_eager": True,
     }
     return EngineArgs(**serving(given | arguments)).create_engine_config()

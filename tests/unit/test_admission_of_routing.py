@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,11 @@ from support.admission import (
     refusal,
     routed,
 )
+from vllm.config import VllmConfig
 
+from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.admission import admit, check_layers
+from vllm_sparse_plugin.config import fingerprint
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of, overridden_fields
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
@@ -145,16 +149,18 @@ def test_thresholds_are_not_those_of_a_model_with_other_fields(folder, overrides
         f"hf_overrides: got {got}, so that the model is another one, {ROUTED}none of these beside thresholds of the "
         "model as it is"
     )
-    assert engine_config(model, **calibrated, hf_overrides={"max_position_embeddings": 1024})
-    nested = {"architectures": ["A"], "text_config": {"rope_scaling": None, "max_position_embeddings": 8}}
-    assert overridden_fields(nested | {"hidden_size": 8}) == ["hidden_size", "rope_scaling"]
+    assert engine_config(model, **calibrated, hf_overrides={"use_cache": False})
+    nested = {"eos_token_id": 3, "text_config": {"rope_scaling": None, "use_cache": False}}
+    assert overridden_fields(nested | {"rms_norm_eps": 8}) == ["rms_norm_eps", "rope_scaling"]
 
 
 def test_thresholds_are_not_those_of_a_model_that_is_changed_as_it_is_loaded(folder, tmp_path):
     model = folder()
     calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
     other = shutil.copytree(model, tmp_path / "other")
-    changes = {"enable_lora": True, "quantization": "fp8", "hf_config_path": str(other)}
+    changes = {
+        "enable_lora": True, "quantization": "fp8", "hf_config_path": str(other), "load_format": "dummy",
+    }  # fmt: skip
     for field, got in changes.items():
         shown = "true" if got is True else got
         assert refusal(model, **calibrated, **{field: got}) == (
@@ -163,6 +169,49 @@ def test_thresholds_are_not_those_of_a_model_that_is_changed_as_it_is_loaded(fol
         )
         assert engine_config(model, **routed(threshold=0.5, **UNCALIBRATED), **{field: got})
     assert engine_config(model, **calibrated, hf_config_path=model)
+    updated = {"weight_transfer_config": {"backend": "ipc"}}
+    assert refusal(model, **calibrated, **updated) == (
+        f"weight_transfer_config: got one, so that the model is another one, {ROUTED}the default beside thresholds of "
+        "the model as it is"
+    )
+    assert engine_config(model, **routed(threshold=0.5, **UNCALIBRATED), **updated)
+
+
+@pytest.mark.parametrize("settings", ["thresholds", "anchors"])
+def test_weights_of_a_running_server_are_not_replaced_beside_what_was_found_for_them(folder, settings, monkeypatch):
+    model, calls = folder(), []
+    found = {"fingerprint": fingerprint_of(model)}
+    tied = routed(threshold=0.5, recommended=True, **found) if settings == "thresholds" else {
+        "additional_config": {"sparse_attention": {"selection": found | {"anchor_layers": [0]}}}
+    }  # fmt: skip
+
+    class Runner:
+        def __init__(self, config: VllmConfig) -> None:
+            self.vllm_config = config
+
+        def reload_weights(self, *args: object) -> None:
+            calls.append(args)
+
+        def sleep(self, level: int = 1) -> None:
+            calls.append(level)
+
+    module = SimpleNamespace(GPUModelRunner=Runner, Worker=Runner)
+    for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker"):
+        monkeypatch.setitem(sys.modules, name, module)
+    for _ in range(2):
+        compat.hook_weight_updates(registration.refuse_other_weights_if_chosen)
+    runner = Runner(engine_config(model, **tied))
+    for call, refused in (("reload_weights", lambda: runner.reload_weights(1)), ("sleep", lambda: runner.sleep(2))):
+        with pytest.raises(ConfigurationError) as error:
+            refused()
+        assert str(error.value).startswith(
+            f"{call}: got a call beside {settings} of the model with fingerprint {found['fingerprint']}, allowed with "
+        )
+    runner.sleep()
+    other = Runner(engine_config(model))
+    other.reload_weights(1)
+    other.sleep(level=2)
+    assert calls == [1, (1,), 2]
 
 
 FITTED = {"cubic": [0.5, 0, 0.25, 0], "shortest": 16, "longest": 512, "score": "max", "dense_layers": 1}
@@ -242,7 +291,14 @@ def test_a_fingerprint_is_of_contents(tmp_path, monkeypatch):
     assert write(b"0" * 10_000, "optimizer.bin") == first
     others = {write(b"1" * 10_000), write(b"0" * 9_999), write(b"0" * 10_000, hidden_size=65), write(b"")}
     others.add(write(b"0" * 9_990 + b"1" * 10))
-    assert len(others - {first}) == 5
+    # Every byte and every field counts, also of a part of the configuration and of a later piece of a file.
+    for place in (0, 1, 4_321, 5_000, 9_999):
+        others.add(write(b"0" * place + b"1" + b"0" * (9_999 - place)))
+    for field in ("rms_norm_eps", "attn_logit_softcapping", "max_position_embeddings", "partial_rotary_factor"):
+        others |= {write(b"0" * 10_000, **{field: 0.5}), write(b"0" * 10_000, text_config={field: 0.5})}
+    assert len(others - {first}) == 18
+    monkeypatch.setattr(fingerprint, "_PIECE_BYTES", 1000)
+    assert len({write(b"0" * place + b"1" + b"0" * (9_999 - place)) for place in (0, 1000, 4_321, 9_999)}) == 4
     (folder / "config.json").write_text("[")
     assert fingerprint_of(folder) is None
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

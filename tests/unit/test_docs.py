@@ -24,6 +24,7 @@ PACKAGE = ROOT / "vllm_sparse_plugin"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 STANDS_FOR = {
+    "{call}": ("reload_weights", "sleep"),
     "{field}.draft_length": (f"{KEY}.lossless.draft_length",),
     "{field}.threshold": (f"{KEY}.routing.threshold",),
     "{field}.{form}": (f"{KEY}.routing.threshold", f"{KEY}.routing.cubic"),

@@ -145,6 +145,37 @@ def hook_decode_graphs(plan: Callable[[Any, Callable[[Any], None]], None]) -> No
     setattr(CudaGraphManager, "_init_candidates", init_candidates)  # noqa: B010
 
 
+def hook_weight_updates(check: Callable[[VllmConfig, str], None]) -> None:
+    """Checks the calls of a worker of this process that replace the weights of its model. Idempotent.
+
+    `sleep` counts at level 2, which drops the weights.
+
+    Reason: vLLM tells no backend that weights change. Thresholds and anchors of other weights ruin text without a sign.
+    Versions: 0.32, 0.33. Remove when a backend learns of new weights.
+
+    Args:
+        check: takes the configuration and the name of the call; raises an error for a call that it refuses.
+    """
+    checked = [(module, "GPUModelRunner", "reload_weights") for module in _RUNNER_MODULES]
+    for module, owner, name in (*checked, ("vllm.v1.worker.gpu_worker", "Worker", "sleep")):
+        # Only the modules of this worker have been imported.
+        kind: Any = getattr(sys.modules.get(module), owner, None)
+        if kind is not None and not getattr(getattr(kind, name), HOOKED, False):
+            setattr(kind, name, _checking(getattr(kind, name), check))
+
+
+def _checking(call: Callable[..., Any], check: Callable[[VllmConfig, str], None]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def checked(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        level = kwargs.get("level", args[0] if args else 1)
+        if call.__name__ != "sleep" or level == 2:
+            check(worker.vllm_config, call.__name__)
+        return call(worker, *args, **kwargs)
+
+    setattr(checked, HOOKED, True)
+    return checked
+
+
 def mend_rejection_sampling() -> None:
     """Corrects vLLM's rejection sampler on a CPU: each draft gets the sampling settings of its request, and steps
     without drafts are sampled. Idempotent.

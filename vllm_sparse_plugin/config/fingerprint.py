@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
 
-_FIELDS = (
-    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "layer_types", "sliding_window", "rope_theta", "rope_scaling",
-    "rope_parameters", "quantization_config",
-)  # fmt: skip
-"""Fields of a config.json that decide what a model computes and that its weights do not show."""
+_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype", "sparse_attention",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+})  # fmt: skip
+"""Fields of a config.json that change nothing that attention layers compute. All others count. vLLM's `--dtype` decides
+the type that is computed in, and `train` writes the settings of its training."""
 _WEIGHTS = ("model*.safetensors", "*.safetensors", "*.bin")
 """Files of weights: those of the first pattern that has some."""
-_PIECES, _PIECE_BYTES = 64, 1 << 12
+_PIECE_BYTES = 1 << 26
+"""Bytes of weights that one thread hashes at a time."""
 _MOST_CONFIG_BYTES = 1 << 24
 
 
 def fingerprint_of(model: str | Path, revision: str | None = None, cache: str | None = None) -> str | None:
-    """Returns sixteen hexadecimal digits of a model: of fields of its config.json and of 64 pieces of each file of
-    weights.
+    """Returns sixteen hexadecimal digits of a model: of its config.json and of every byte of its weights.
+
+    A core needs about two seconds for each gigabyte of weights, and all cores hash.
 
     Args:
         model: folder, or name in Hugging Face's cache.
@@ -46,11 +49,11 @@ def fingerprint_of(model: str | Path, revision: str | None = None, cache: str | 
         with (folder / "config.json").open("rb") as file:
             config = json.loads(file.read(_MOST_CONFIG_BYTES))
         digest.update(json.dumps(_described(config), sort_keys=True).encode())
-        for path in next(filter(None, (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)), []):
-            size = path.stat().st_size
-            digest.update(f"{size}\n".encode())
-            with path.open("rb") as file:
-                add_pieces(digest, file, size, _PIECES, _PIECE_BYTES)
+        files = next(filter(None, (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)), [])
+        pieces = [piece for path in files for piece in _pieces_of(path)]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+            for piece in pool.map(_digest_of, pieces):
+                digest.update(piece)
     except (OSError, ValueError, RecursionError):
         return None
     return digest.hexdigest()[:16]
@@ -65,28 +68,29 @@ def overridden_fields(overrides: object) -> list[str]:
     if not isinstance(overrides, Mapping):
         return ["a function"] if callable(overrides) else []
     text = overrides.get("text_config")
-    return sorted({*_FIELDS} & {*overrides, *(text if isinstance(text, Mapping) else ())})
+    names = {*overrides, *text} - {"text_config"} if isinstance(text, Mapping) else {*overrides}
+    return sorted(names - _WITHOUT_EFFECT)
 
 
-def add_pieces(digest: Any, file: IO[bytes], size: int, pieces: int, piece_bytes: int) -> None:
-    """Adds evenly spread pieces of a file to a digest, the first and the last bytes among them.
+def _pieces_of(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yields the pieces of a file: the file, its size and where the piece begins. An empty file has one."""
+    size = path.stat().st_size
+    for begin in range(0, max(size, 1), _PIECE_BYTES):
+        yield path, size, begin
 
-    Args:
-        digest: of `hashlib`.
-        file: opened.
-        size: of the file.
-        pieces: how many, at least two. Those of a small file overlap.
-        piece_bytes: of each.
-    """
-    for number in range(pieces):
-        file.seek(number * max(size - piece_bytes, 0) // (pieces - 1))
-        digest.update(file.read(piece_bytes))
+
+def _digest_of(piece: tuple[Path, int, int]) -> bytes:
+    path, size, begin = piece
+    digest = hashlib.sha256(f"{size} {begin}\n".encode())
+    with path.open("rb") as file:
+        file.seek(begin)
+        digest.update(file.read(_PIECE_BYTES))
+    return digest.digest()
 
 
 def _described(config: object) -> dict[str, object]:
-    """The fields of a config.json that count, those of the language model where it has others beside it."""
+    """The fields of a config.json that count, also those of the parts of a model of several."""
     if not isinstance(config, Mapping):
         raise ValueError("no JSON object")
-    text = config.get("text_config")
-    described = text if isinstance(text, Mapping) else config
-    return {name: described[name] for name in _FIELDS if described.get(name) is not None}
+    fields = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT and value is not None}
+    return {name: _described(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
