@@ -14,6 +14,7 @@ from support.continuations import Continuation, gap_at_first_difference
 from support.deployments import (
     DEPLOYMENTS,
     NEW_TOKENS,
+    TIE,
     WANTED,
     Answers,
     answers_of,
@@ -32,10 +33,6 @@ from vllm_sparse_plugin.config import KEY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 GPUS = torch.cuda.device_count()
-TIE = 0.125
-"""The step of a bfloat16 logit between 16 and 32, the range of needle-8m's largest logits.
-
-Workers and batches change the order of summation, so answers may part between tokens that are as close."""
 
 
 def expect_same(expected: Answers, found: Answers, tie: float = TIE) -> None:

@@ -1,5 +1,6 @@
 """A server loses nothing to hostile clients: well-behaved ones get their answers, and no block is left."""
 
+import math
 import os
 import signal
 import time
@@ -11,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from support.asker import Asker
-from support.continuations import LOGPROB_TOLERANCE, gap_at_first_difference
-from support.deployments import SETTINGS, prompts, server
+from support.continuations import gap_at_first_difference
+from support.deployments import SETTINGS, TIE, prompts, server
 from support.engines import MODEL
 from support.hostile import Request, hostile_requests
 
@@ -62,6 +63,10 @@ def test_hostile_clients_take_nothing_from_others(backend, settings, few_blocks)
         asker = Asker(launched.client, MODEL.name, ANSWER_TOKENS)
         before = asker.used_blocks()
         alone = [asker.ask(prompt) for prompt in questions]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            in_peace = list(map(gap_at_first_difference, alone, pool.map(asker.ask, questions)))
+        # Batches change the order of summation: what this does without hostile clients is allowed beside them.
+        allowed_gap = max([TIE, *(gap for gap in in_peace if gap is not None and math.isfinite(gap))])
         end = time.monotonic() + 60 * MINUTES
 
         def ask(client: int) -> list[float]:
@@ -88,7 +93,8 @@ def test_hostile_clients_take_nothing_from_others(backend, settings, few_blocks)
         assert told
         # A preempted request attends to its answer densely when it resumes.
         excused = round(asker.metrics()["vllm:num_preemptions_total"])
-        assert sum(gap > LOGPROB_TOLERANCE for gap in gaps) <= excused
+        changed = [gap for gap in gaps if gap > allowed_gap]
+        assert len(changed) <= excused, (changed, allowed_gap)
         # vLLM itself answers 500 for some requests, such as grammars that cannot be compiled.
         failed = [
             (*each, status) for each, status in told if status == "no answer" or (each.is_ours and status >= "500")

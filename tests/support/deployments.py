@@ -27,6 +27,10 @@ from vllm_sparse_plugin.tools.needles import kv_needles, library_text, magic_nee
 from vllm_sparse_plugin.tools.server import LaunchedServer, ServerSettings, launch_server
 
 NEW_TOKENS = 16
+TIE = 0.125
+"""The step of a bfloat16 logit between 16 and 32, the range of needle-8m's largest logits.
+
+Workers and batches change the order of summation, so answers may part between tokens that are as close."""
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
 """Asks a server to keep the blocks of a prompt for the server that decodes."""
 _CHARACTERS = 3300
