@@ -3,7 +3,7 @@
     python3 run.py needles [arguments]   compares sparse with dense attention on a real server
                                          (a short test; --all runs every task)
     python3 run.py real [arguments]      the same on a real model, which is downloaded first
-    python3 run.py test [arguments]      runs the tests; arguments go to pytest
+    python3 run.py test [arguments]      runs the quick tests, with --all all tests; arguments go to pytest
     python3 run.py exec COMMAND ...      runs a command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only installs
     python3 run.py lock [arguments]      resolves requirements/{cpu,gpu}.lock again; arguments go to `uv pip compile`

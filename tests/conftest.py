@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import tiers
 from support.interpreter import interpret_kernels
 from torch.utils._device import _device_constructors
 
@@ -49,6 +50,22 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses and option.dist == "no":
         # Fixtures of a module and compiled kernels are shared within a file; the longest files come first.
         option.dist, option.loadscopereorder = "loadfile", False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also engines, compiled sources and slow tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return tiers.ignores(collection_path, config) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.mark(items)
+    left_out = [item for item in items if tiers.leaves_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture
