@@ -93,9 +93,8 @@ def test_votes_are_pooled_over_any_odd_number_of_tokens(tokens):
 
 
 def test_snapkv_pools_over_25_tokens_and_its_published_form_over_5():
-    pools = {name: resolve(None, name).compaction.pool_tokens for name in BACKENDS.values() if "kv" in name}
-    assert pools == {"snapkv": 25, "snapkv_paper": 5, "pyramidkv": 25, "pyramidkv_paper": 5}
     for method in ("snapkv", "pyramidkv"):
+        assert resolve(None, method).compaction.pool_tokens == 25
         published = resolve(None, f"{method}_paper").config
         assert resolve({"compaction": {"pool_tokens": 5}}, method).config == published
 

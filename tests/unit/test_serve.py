@@ -122,7 +122,19 @@ def test_our_names_and_those_of_vllm_are_passed_on(monkeypatch, name):
 
 def test_a_refusal_has_the_form_of_all_others():
     with pytest.raises(ConfigurationError, match=r"^attention_backend: got 'x', allowed: "):
-        vllm_commands._expect_vllms("x")
+        vllm_commands.expect_backend("x")
+
+
+@pytest.mark.parametrize(
+    ("preset", "backend"), [("unique_paper", "unique"), ("mean", "unique"), ("zipvl_paper", "zipvl")]
+)
+def test_a_preset_that_is_no_backend_is_refused_with_its_options(preset, backend):
+    with pytest.raises(ConfigurationError) as refusal:
+        vllm_commands.expect_backend(preset)
+    settings = f'{{"sparse_attention": {{"preset": "{preset}"}}}}'
+    assert str(refusal.value) == (
+        f"attention_backend: got {preset!r}, allowed: --attention-backend {backend} --additional-config '{settings}'"
+    )
 
 
 def test_vllm_handles_signals_by_itself(monkeypatch):
