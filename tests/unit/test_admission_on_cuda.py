@@ -251,15 +251,20 @@ def test_blocks_that_vllm_chooses_for_several_backends_hold_whole_units_on_cuda(
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [({}, r" \(pages of 8 tokens\)"), ({"attention_backend": "dense", "additional_config": PREFILL}, "")],
+    [
+        ({"block_size": 32}, r" \(pages of 8 tokens\)"),
+        ({"block_size": 64, "attention_backend": "dense", "additional_config": PREFILL}, ""),
+    ],
     ids=["selection", "sparse prefill before a dense decode"],
 )
 def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(arguments, reason, folder, monkeypatch):
-    config = engine_config(folder(head_dim=64), block_size=32, **arguments)
+    config = engine_config(folder(head_dim=64), **arguments)
     on_cuda(monkeypatch)
     admit(config, BACKENDS)
     config.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigurationError, match=rf"^block_size: got 32, .*: a multiple of 256{reason}$"):
+    with pytest.raises(
+        ConfigurationError, match=rf"^block_size: got {arguments['block_size']}, .*: a multiple of 256{reason}$"
+    ):
         admit(config, BACKENDS)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 MEASURING = ("bench", "support.bench")
+NIGHTLY = ("nightly/", "support/asker.py", "support/deployments.py", "support/families/")
+"""Files of nightly tests, which may share the models and servers of the measuring code."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -25,7 +27,9 @@ def measures(name: str) -> bool:
 
 def files(measuring: bool) -> list[Path]:
     """Files of tests and of what they share. Those of the measuring code are in folders named `bench`."""
-    return [path for path in sorted(TESTS.rglob("*.py")) if ("bench" in path.relative_to(TESTS).parts) == measuring]
+    paths = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("*.py"))]
+    kept = [path for path in paths if not path.as_posix().startswith(NIGHTLY)]
+    return [TESTS / path for path in kept if ("bench" in path.parts) == measuring]
 
 
 @pytest.mark.parametrize("path", files(measuring=False), ids=lambda path: str(path.relative_to(TESTS)))
@@ -34,5 +38,6 @@ def test_only_tests_of_the_measuring_code_import_it(path):
 
 
 def test_tests_of_the_measuring_code_are_found():
-    tests = [path for path in files(measuring=True) if path.name.startswith("test_")]
+    # test_help.py starts commands by name.
+    tests = [path for path in files(measuring=True) if path.name.startswith("test_") and path.stem != "test_help"]
     assert all(any(map(measures, imported(path))) for path in tests)

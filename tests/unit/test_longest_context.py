@@ -16,14 +16,14 @@ from vllm_sparse_plugin.tools.cli.app import app
 
 BLOCK = 128
 MEMORY = 1 << 30
-BACKENDS = ["dense", "unique", "quest", "infllm", "unique_prefill", "art", "snapkv", "pyramidkv", "streaming_llm"]
+BACKENDS = ["dense", "unique", "quest", "unique_prefill", "art", "snapkv", "pyramidkv", "streaming_llm"]
 
 
 def planned(model: str, backend: str, settings: dict) -> int:
     """Tokens of cache that the command prints for a backend."""
     given = json.dumps({"sparse_attention": settings})
     # All memory but a byte of weights is for the cache.
-    sizes = ("--gpu-memory", str(MEMORY + 1), "--gpu-memory-utilization", "1", "--weights", "1")
+    sizes = ("--gpu-memory", f"{MEMORY + 1}B", "--gpu-memory-utilization", "1", "--weights", "1B")
     result = CliRunner().invoke(
         app,
         [
@@ -32,8 +32,8 @@ def planned(model: str, backend: str, settings: dict) -> int:
         ],
         env={"COLUMNS": "200"},
     )  # fmt: skip
-    (row,) = [line for line in result.output.splitlines() if line.startswith(f"│ {backend}, as given ")]
-    return int(row.split("│")[5].replace(",", ""))
+    (row,) = [line for line in result.output.splitlines() if line.startswith("│ as given ")]
+    return int(row.split("│")[4].replace(",", ""))
 
 
 def start(config, specs: dict, longest: int) -> str:
