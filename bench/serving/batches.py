@@ -142,8 +142,8 @@ class Runner:
         """Takes the engine, and whether requests have arguments for a sparse backend."""
         self._llm, self._sparse = llm, sparse
         cache = llm.llm_engine.vllm_config.cache_config
-        self.block_size = cache.block_size
-        self._blocks = (cache.num_gpu_blocks or 1) - 1  # vLLM reserves one
+        self.block_size: int = cache.block_size
+        self._blocks: int = (cache.num_gpu_blocks or 1) - 1  # vLLM reserves one
 
     @property
     def room(self) -> int:
