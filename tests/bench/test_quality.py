@@ -110,14 +110,16 @@ def look_up(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("variant", "settings", "found"),
+    ("variant", "backend", "settings", "found"),
     [
-        ("unique_offload", {"selection": {"budget_tokens": 128}}, [True] * 4),
+        ("unique_offload", "UNIQUE", {"selection": {"budget_tokens": 128}}, [True] * 4),
         # The needles at both ends are among the first and the newest tokens.
-        ("streaming_llm", {}, [True, False, False, True]),
+        ("streaming_llm", "STREAMING_LLM", {}, [True, False, False, True]),
     ],
 )
-def test_an_engine_answers_what_it_can_see_and_a_wrong_answer_ends_the_command(tmp_path, variant, settings, found):
+def test_an_engine_answers_what_it_can_see_and_a_wrong_answer_ends_the_command(
+    tmp_path, variant, backend, settings, found
+):
     output = tmp_path / "found.jsonl"
     code = in_fresh_process(look_up, [
         "--context", "2K", "--needles", "4", "--answer-tokens", "4", "--layers", "3", "--kv-heads", "2",
@@ -127,7 +129,7 @@ def test_an_engine_answers_what_it_can_see_and_a_wrong_answer_ends_the_command(t
     assert code == (0 if all(found) else 3)
     rows = read_run(output).rows
     assert [row["answer"] == row["right_answer"] for row in rows] == [each for each in found for _ in range(2)]
-    assert {row["attention_backend"] for row in rows} == {variant.upper()}
+    assert {row["attention_backend"] for row in rows} == {backend}
 
 
 @pytest.mark.parametrize(
