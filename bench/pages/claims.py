@@ -11,7 +11,6 @@ from bench.pages.numbers import (
     Number,
     Rows,
     answered,
-    beside,
     changed,
     items,
     kept_answers,
@@ -43,11 +42,6 @@ def _claim(result: str, paper: str, here: str, verdict: str, files: Sequence[str
 
 def _missing(result: str, paper: str, reason: str) -> Line:
     return Line((), (result, paper, "not measured", "", reason))
-
-
-def _at(number: Number, **where: Any) -> Number:
-    """A number of some rows."""
-    return beside(number, **where)
 
 
 def _time(provider: str, op: str, case: str, heat: str = "warm") -> Number:

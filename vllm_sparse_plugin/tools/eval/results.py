@@ -22,8 +22,6 @@ from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.files import read_text
 from vllm_sparse_plugin.tools.provenance import check_output
 
-DECODE_FROM = ("prompt", "question")
-"""Start of decoding: after the whole prompt, or at the question, whose tokens are then forced."""
 _ALLOWED = "a file of `vllm-sparse eval`"
 
 
