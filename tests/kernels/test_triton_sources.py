@@ -202,10 +202,10 @@ def test_compiles(compiled: Callable[..., int], architecture: str) -> None:
     of_decode = len(KINDS) + sum(2 * kind.is_leveled + (not kind.is_fused) for kind in KINDS.values())
     # Kernels by head sizes, and kinds of statistics; each form of sparse prefill, for each head size.
     if architecture == "80":
-        of_rows, of_several, of_prefill, of_blocks, others = 2, 2, 2, 2, 2
+        of_several, of_prefill, of_blocks, others = 2, 2, 2, 2
     else:
-        of_rows, of_several, of_prefill, of_blocks, others = 4, 6, 6, len(KINDS) + 3, 4
-    expected = of_decode + of_rows + of_several + of_prefill * len(PREFILL) + of_blocks * len(BLOCKS)
+        of_several, of_prefill, of_blocks, others = 6, 6, len(KINDS) + 3, 4
+    expected = of_decode + of_several + of_prefill * len(PREFILL) + of_blocks * len(BLOCKS)
     # Compaction has two data types. Kernels of rolling positions and of evictions have as many head sizes.
     expected += 2 * len(COMPACTION) + others * (1 + len(EVICTION))
     assert compiled(CODE, architecture, " ".join(BLOCKS), " ".join(EVICTION), *PREFILL) == expected
