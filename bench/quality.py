@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from bench.common.children import run_python
+from bench.common.children import run_python, unwind_on_termination
 from bench.common.console import end_with, open_console
 from bench.common.engine import DECODE_GRAPHS, Variant, engine, exits_for_wrong_backend
 from bench.common.host_reads import host_reads, host_share
@@ -48,7 +48,6 @@ from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_m
 from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of
 from vllm_sparse_plugin.tools.provenance import describe_run
-from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 app = make_app("Quality of sparse compared with dense attention.")
 DENSE, AGAIN = "dense", "dense-again"

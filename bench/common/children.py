@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,14 @@ def run_python(module: str, arguments: list[str], seconds: float, log: Path | No
             return None
         finally:
             stop_group(process)
+
+
+def unwind_on_termination() -> None:
+    """Let SIGTERM end this process like an exit, so no server outlives the command."""
+
+    def unwind(*_: object) -> None:
+        # A second signal must not interrupt the clean-up.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, unwind)

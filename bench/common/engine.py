@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from bench.common.in_process import engine_in_process
 from bench.common.models import Model
 from bench.common.options import split_values
 from bench.common.worker import EXTENSION
@@ -20,7 +21,6 @@ from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS, backend_beside
 from vllm_sparse_plugin.tools.arguments import parse_additional_config
-from vllm_sparse_plugin.tools.engine import engine_in_process
 
 if TYPE_CHECKING:
     from vllm import LLM

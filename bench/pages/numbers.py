@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean as average
 from typing import Any
+
+import numpy as np
 
 from bench.common.results import RESULTS, Row, read_runs
 from vllm_sparse_plugin.tools.eval.statistics import (
@@ -14,7 +17,6 @@ from vllm_sparse_plugin.tools.eval.statistics import (
     estimate_amount,
     estimate_excess,
     estimate_mean,
-    estimate_ratio,
 )
 
 Rows = Sequence[Row]
@@ -30,6 +32,7 @@ ABOUT, MACHINE, FILE = "_about", "_machine", "_file"
 """Columns that `rows_of` adds: the first line of the file, `H100`, `H200` or `CPU`, and the stem of the file."""
 AGAIN = "dense-again"
 """The setting of dense attention in other batches."""
+_RATIO_RESAMPLES = 2000
 _DECODED = 128
 """Tokens of a text that a served setting decodes."""
 
@@ -230,9 +233,24 @@ def _over(column: str, item: str, base: Filter, where: Filter) -> Number:
     def number(rows: Rows, every: Rows) -> Estimate | None:
         below = {row[item]: row[column] for row in every if is_chosen(row, base) and column in row}
         found = {row[item]: row[column] for row in chosen(rows, where) if column in row and row[item] in below}
-        return estimate_ratio(list(found.values()), [below[name] for name in found]) if found else None
+        return _estimate_ratio(list(found.values()), [below[name] for name in found]) if found else None
 
     return number
+
+
+def _estimate_ratio(scores: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """Estimate the sum of paired scores over that of a reference, with a bootstrap over the items.
+
+    Everything is NaN if the reference scores nothing.
+    """
+    pairs, count = np.array([scores, reference]), len(scores)
+    if not pairs[1].any():
+        return Estimate(math.nan, math.nan, math.nan, count)
+    drawn = np.random.default_rng(0).integers(count, size=(_RATIO_RESAMPLES, count))
+    sums = pairs[:, drawn].sum(axis=-1)
+    ratios = sums[0][sums[1] > 0] / sums[1][sums[1] > 0]
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return Estimate(float(pairs[0].sum() / pairs[1].sum()), float(low), float(high), count)
 
 
 def lost(**where: Any) -> Number:

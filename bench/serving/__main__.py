@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bench.common.children import unwind_on_termination
 from bench.common.options import make_app
 from bench.serving.decode import decode, decode_variant
 from bench.serving.lossless import lossless, lossless_variant
 from bench.serving.prefill import prefill, prefill_variant
 from bench.serving.serve import serve
 from vllm_sparse_plugin.tools.arguments import run_app
-from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 app = make_app("Speed of sparse and dense attention in vLLM.")
 

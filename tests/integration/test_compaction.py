@@ -6,6 +6,7 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule
+from support.bare_layer import LayerBatch
 from support.engines import MODEL, run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.needles import needle_range
@@ -17,7 +18,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_plugin.compaction.step import keeps_queries
 from vllm_sparse_plugin.evictions.zipvl import ZipVLCompaction
 from vllm_sparse_plugin.requests.rows import preempt
-from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2

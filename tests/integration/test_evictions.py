@@ -7,6 +7,7 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.page_statistics import update_page_statistics
+from support.bare_layer import LayerBatch
 from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
@@ -18,7 +19,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_sparse_plugin.evictions import COMPACTIONS, Compaction
 from vllm_sparse_plugin.requests.rows import building, preempt
-from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""

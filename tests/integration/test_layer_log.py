@@ -1,9 +1,9 @@
 """The log of what the requests of one attention layer read."""
 
+from support.bare_layer import LayerBatch
 from support.layer import SMALL, LayerHarness
 
 from vllm_sparse_plugin.metrics import request_log
-from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 
 
 def test_a_log_has_what_each_request_reads(model, monkeypatch):

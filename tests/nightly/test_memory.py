@@ -5,8 +5,8 @@ import math
 import pytest
 from support.engines import in_fresh_process
 
+from bench.common.in_process import engine_in_process
 from bench.common.models import open_model
-from vllm_sparse_plugin.tools.engine import engine_in_process
 
 pytestmark = [pytest.mark.nightly, pytest.mark.gpu, pytest.mark.timeout(900)]
 CONTEXT, REQUESTS, ANSWER_TOKENS = 1 << 17, 6, 32

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.engines import MODEL as MODEL
 
-from vllm_sparse_plugin.tools.engine import engine_in_process
+from bench.common.in_process import engine_in_process
 
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from support.bare_layer import BareLayer, LayerBatch
 from support.paged import dense_attention, garbage
 from support.presets import serving
 from vllm.config import VllmConfig
@@ -18,7 +19,6 @@ from vllm_sparse_plugin.config import preset_names
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.requests.rows import building
-from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 """Settings that select pages in short contexts."""

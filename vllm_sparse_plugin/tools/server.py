@@ -208,17 +208,6 @@ def last_error(log: str) -> str | None:
     return (causes or errors or [None])[-1]
 
 
-def unwind_on_termination() -> None:
-    """Let SIGTERM end this process like an exit, so no server outlives the command."""
-
-    def unwind(*_: object) -> None:
-        # A second signal must not interrupt the clean-up.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, unwind)
-
-
 def stop_group(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
     """End a process group: its leader and all its child processes.
 

@@ -17,8 +17,8 @@ from support.families.evictions import watch_evictions
 from support.families.referee import watch
 from support.families.table import FAMILIES, LONG_PROMPT, MAX_MODEL_LEN, NEW_TOKENS, SHORT_PROMPT, WAYS
 
+from bench.common.in_process import engine_in_process
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.engine import engine_in_process
 
 _GAIN = 2.0
 """Factor by which a matrix enlarges its input."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput
 from sparse_kernels.split_attention.reference import split_attention
+from support.bare_layer import BareLayer, LayerBatch
 from support.families.referee import reference_output
 from support.state_fuzz.cases import MAX_MODEL_LEN, Case
 from support.state_fuzz.kept import Kept, KeptError
@@ -20,7 +21,6 @@ from vllm.v1.request import Request
 
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.requests import rows
-from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
 OUTPUT_TOLERANCE = 2**-6

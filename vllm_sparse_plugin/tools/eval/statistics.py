@@ -11,7 +11,6 @@ from scipy import stats
 
 _LEVEL = 0.95
 _RESAMPLES = 9999
-_RATIO_RESAMPLES = 2000
 _SEED = 0
 _ROUNDING = 1e-18
 """Squares of sums up to this are those of rounding."""
@@ -110,21 +109,6 @@ def estimate_amount_difference(first: Sequence[float], second: Sequence[float]) 
         rng=np.random.default_rng(_SEED),
     )
     return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
-
-
-def estimate_ratio(scores: Sequence[float], reference: Sequence[float]) -> Estimate:
-    """Estimate the sum of paired scores over that of a reference, with a bootstrap over the items.
-
-    Everything is NaN if the reference scores nothing.
-    """
-    pairs, count = np.array([scores, reference]), len(scores)
-    if not pairs[1].any():
-        return Estimate(math.nan, math.nan, math.nan, count)
-    drawn = np.random.default_rng(_SEED).integers(count, size=(_RATIO_RESAMPLES, count))
-    sums = pairs[:, drawn].sum(axis=-1)
-    ratios = sums[0][sums[1] > 0] / sums[1][sums[1] > 0]
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return Estimate(float(pairs[0].sum() / pairs[1].sum()), float(low), float(high), count)
 
 
 def estimate_amount(values: Sequence[float]) -> Estimate:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_sparse_plugin.tools import engine
-from vllm_sparse_plugin.tools.engine import engine_in_process
+from bench.common import in_process as engine
+from bench.common.in_process import engine_in_process
 
 
 @pytest.fixture
