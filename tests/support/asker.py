@@ -22,6 +22,8 @@ class Asker(NamedTuple):
         """The greedy continuation of a prompt (text or tokens); `more` are parameters of vLLM."""
         reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(more))
         told = reply.choices[0].logprobs
+        if told is None:  # aborted before the first token
+            return Continuation([], [])
         by_token = [{_token(text): logprob for text, logprob in step.items()} for step in told.top_logprobs]
         return Continuation([_token(text) for text in told.tokens], by_token)
 

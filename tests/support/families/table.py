@@ -130,6 +130,13 @@ FAMILIES = {
     "qwen2": _family("Qwen2"),
     "qwen3": _family("Qwen3"),
     "qwen3_moe": _family("Qwen3Moe", **_EXPERTS),
+    "glm_4_moe": _family(
+        "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1,
+        partial_rotary_factor=0.5, use_qk_norm=True,
+    ),
+    "minimax_m2": _family("MiniMaxM2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=32),
+    "hy_v3": _family("HYV3", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1),
+    "gemma_4": _family("Gemma4", "Gemma4Text", **_GEMMA),
     "phi_3": _family("Phi3", hidden_size=384, head_dim=None, original_max_position_embeddings=4096),
     "granite": _family("Granite", attention_multiplier=0.2, head_dim=None),
     # With random weights and a quarter of each head rotated, it repeats a few tokens.

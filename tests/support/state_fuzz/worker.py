@@ -148,7 +148,7 @@ class Worker:
         positions = [torch.arange(each.computed, each.context) for each in scheduled]
         tokens = torch.tensor([token for each in scheduled for token in each.tokens])
         keys, values = self.tokens.keys_and_values(tokens, torch.cat(positions))
-        query = self.queries[torch.randint(len(self.queries), (len(tokens),), generator=self.generator)]
+        query = self.queries_of(keys)
         result, _ = self.layer.step(batch, self.cache, query, keys, values)
         parts = zip(scheduled, positions, query.split(lengths), keys.split(lengths), values.split(lengths), strict=True)
         for each, at, queries, of_keys, of_values in parts:
@@ -169,6 +169,10 @@ class Worker:
             if each.row.kept is not None and each.row.kept.moves_at_once:
                 self._evict(each.row, each.context)
         self._check_statistics(scheduled)
+
+    def queries_of(self, keys: torch.Tensor) -> torch.Tensor:
+        """Draws the queries of tokens with these keys."""
+        return self.queries[torch.randint(len(self.queries), (len(keys),), generator=self.generator)]
 
     def _evict(self, row: Row, computed: int) -> None:
         """Follows what a request gives back when it has computed some tokens."""
