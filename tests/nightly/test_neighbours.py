@@ -30,7 +30,7 @@ PROMPTS, NEIGHBOURS, ANSWER_TOKENS, BLOCK = int(os.environ.get("NIGHTLY_PROMPTS"
 SELECTION = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 KEPT = {"budget_tokens": 128, "min_context_tokens": 0}
 WAYS: Mapping[str, dict[str, Any]] = {
-    **{name: SELECTION for name in ("unique", "quest", "streaming_llm")},
+    **dict.fromkeys(("unique", "quest", "streaming_llm"), SELECTION),
     "dense": {},
     "art": {"stopping": {"block_tokens": 64, "patience": 1}, "min_context_tokens": 0},
     "sinkrouter": {
@@ -80,9 +80,7 @@ class Server(Fuzz):
         self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
         step = BareLayer.step
 
-        def recorded(
-            layer: BareLayer, batch: LayerBatch, *tensors: torch.Tensor
-        ) -> tuple[torch.Tensor, Any]:
+        def recorded(layer: BareLayer, batch: LayerBatch, *tensors: torch.Tensor) -> tuple[torch.Tensor, Any]:
             output, metadata = step(layer, batch, *tensors)
             names: list[str] = self.worker.input_batch.req_ids
             if self.judged in names:

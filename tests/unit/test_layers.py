@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 MEASURING = ("bench", "support.bench")
 NIGHTLY = ("nightly/", "support/asker.py", "support/deployments.py", "support/families/")
@@ -21,23 +19,12 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-def measures(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{package}.") for package in MEASURING)
-
-
-def files(measuring: bool) -> list[Path]:
-    """Files of tests and of what they share. Those of the measuring code are in folders named `bench`."""
-    paths = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("*.py"))]
-    kept = [path for path in paths if not path.as_posix().startswith(NIGHTLY)]
-    return [TESTS / path for path in kept if ("bench" in path.parts) == measuring]
-
-
-@pytest.mark.parametrize("path", files(measuring=False), ids=lambda path: str(path.relative_to(TESTS)))
-def test_only_tests_of_the_measuring_code_import_it(path):
-    assert list(filter(measures, imported(path))) == []
-
-
-def test_tests_of_the_measuring_code_are_found():
-    # test_help.py starts commands by name.
-    tests = [path for path in files(measuring=True) if path.name.startswith("test_") and path.stem != "test_help"]
-    assert all(any(map(measures, imported(path))) for path in tests)
+def test_only_tests_of_the_measuring_code_import_it():
+    paths = {path: path.relative_to(TESTS) for path in TESTS.rglob("*.py")}
+    importing = {
+        relative.as_posix()
+        for path, relative in paths.items()
+        if any(f"{name}.".startswith(f"{package}.") for package in MEASURING for name in imported(path))
+    }
+    assert importing
+    assert [name for name in sorted(importing) if not name.startswith(NIGHTLY) and "bench/" not in name] == []

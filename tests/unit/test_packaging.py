@@ -10,16 +10,11 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from support.fresh_python import start_forks
 
 from run import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh process, away from the checkout."""
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
 
 
 def locked(platform: str = "cpu") -> list[tuple[str, Version, Marker | None]]:
@@ -96,6 +91,8 @@ def test_kernels_run_where_vllm_cannot_be_imported():
             raise SystemExit("vllm was not blocked")
 
         import torch
+
+        sys.path.insert(0, sys.argv[1])
         from support.paged import make_batch
         from sparse_kernels.batch import Softmax
         from sparse_kernels.page_score import score_pages
@@ -111,9 +108,8 @@ def test_kernels_run_where_vllm_cannot_be_imported():
         assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_sparse_plugin")]
         print("ran")
     """
-    done = run_python(f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n" + textwrap.dedent(code))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "ran\n"
+    with start_forks(("torch",)) as forks:
+        assert forks.run(textwrap.dedent(code), str(ROOT / "tests")) == ["ran"]
 
 
 def test_import_contracts_hold():
