@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.bare_layer import BareLayer, LayerBatch
 from support.engines import MODEL
 from support.state_fuzz.cases import MAX_MODEL_LEN, Case
 from support.state_fuzz.schedule import Fuzz
@@ -23,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 pytestmark = pytest.mark.nightly
 PROMPTS, NEIGHBOURS, ANSWER_TOKENS, BLOCK = int(os.environ.get("NIGHTLY_PROMPTS", "1000")), 16, 4, 64
