@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common.pages import INDEX, index_heading, link, relative, wrap
 from bench.common.results import RESULTS, read_runs
+from bench.pages.blocks import INDEX, link, relative, study_of, wrap
 
 _ABOUT = """\
 <!-- Written by `python -m bench.pages`. -->
@@ -38,10 +38,10 @@ def render_index() -> str:
     """The index: a list for each study, a file with its commits in each item."""
     studies: dict[str, list[str]] = {}
     for path in result_files():
-        studies.setdefault(index_heading(path), []).append(_row(path))
+        studies.setdefault(": ".join(study_of(path)), []).append(_row(path))
     parts = [_ABOUT.strip()]
     for heading, rows in studies.items():
-        parts += [f"## {heading}", wrap(", ".join(rows), "")]
+        parts += [f"## {heading}", wrap(", ".join(rows))]
     return relative(INDEX, "\n\n".join(parts) + "\n")
 
 

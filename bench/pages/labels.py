@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from bench.common.options import size_text
 from bench.common.results import Row
-from bench.pages.numbers import ABOUT, AGAIN, MACHINE, Rows
+
+Rows = Sequence[Row]
+ABOUT, MACHINE, FILE = "_about", "_machine", "_file"
+"""Columns that `rows_of` adds: the first line of the file, `H100`, `H200` or `CPU`, and the stem of the file."""
+AGAIN = "dense-again"
+"""The setting of dense attention in other batches."""
 
 MODELS = {
     "smollm2-135m": "S", "SmolLM2-135M-Instruct": "S", "model": "S", "gemma-3-270m": "G", "needle-8m": "N",

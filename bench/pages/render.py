@@ -1,131 +1,206 @@
-"""The renderer: specifications of tables, and the one function that makes a block of any of them."""
+"""The renderer of blocks that `tables.yaml` and `papers.yaml` specify.
+
+A block has `files`, patterns below `results/`, and a filter `where`. A table has `lines`, which name its lines by the
+columns of rows, `columns`, the cells of each line, and `order`, the headings or columns to sort by. A list of unlike
+lines has `headings`, and `rows` with files, a filter and cells of their own. A row about a paper has `result`, `paper`,
+`here` and `verdict`; what was run follows from its files.
+
+A cell is a text with expressions of `numbers.py`, each with a format: `{last ms:.2f}`. A format that ends with `~` adds
+the interval.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, table
-from bench.common.results import RESULTS
-from bench.pages.labels import describe
-from bench.pages.numbers import Filter, Number, Rows, chosen, column_of, rows_of
+import yaml
 
-INTERVAL = "{v:.2f} [{low:.2f}, {high:.2f}]"
-PERCENT = "{v:.1%} [{low:.1%}, {high:.1%}]"
-Name = Callable[[Mapping[str, Any]], str | None]
-"""Names the line of a row; None if the row has no line, as a dense row that others are compared with."""
+from bench.common.options import size_text
+from bench.common.results import RESULTS, Row
+from bench.pages import settings
+from bench.pages.blocks import Block, table
+from bench.pages.labels import AGAIN, Rows, budget_of, describe, text_of
+from bench.pages.numbers import chosen, column_of, evaluate, parse_filter, rows_of
+from vllm_sparse_plugin.errors import ConfigurationError
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A number and how it is written."""
-
-    number: Number
-    form: str = "{v:.2f}"
-    """A format of `v`, the ends `low` and `high` of its interval, and the count `n`."""
-    missing: str = "-"
-
-    def text(self, rows: Rows, every: Rows) -> str:
-        """The number of some rows of a table."""
-        found = self.number(rows, every)
-        return (
-            self.missing
-            if found is None
-            else self.form.format(v=found.value, low=found.low, high=found.high, n=found.count)
-        )
+Spec = Mapping[str, Any]
+_MISSING = "-"
+_FIELD = re.compile(r"\{(.+?)(?::([^:}]*))?\}")
+_NUMBERS = re.compile(r"(\d+(?:,\d{3})*(?:\.\d+)?)")
 
 
-@dataclass(frozen=True)
-class Table:
-    """One line for each name that rows have."""
-
-    files: Sequence[str]
-    """Patterns below `results/`, without `.jsonl`."""
-    lines: Mapping[str, Name]
-    """How a line is named, by heading."""
-    columns: Mapping[str, Cell | Sequence[Cell]]
-    """Cells by heading; several cells are joined by a space."""
-    where: Filter = field(default_factory=dict)
-    order: Callable[[tuple[str, ...]], Any] | None = None
-    """Sorts lines by their names; by default lines are in the order of the files."""
+def load_specs() -> dict[str, Spec]:
+    """The specification of each block of measurements."""
+    folder = Path(__file__).parent
+    return {
+        name: spec
+        for file in ("tables.yaml", "papers.yaml")
+        for name, spec in yaml.safe_load((folder / file).read_text(encoding="utf-8")).items()
+    }
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a list: texts and the numbers in them, from files of its own."""
-
-    files: Sequence[str]
-    cells: Sequence[str]
-    """Texts with a format of each number, such as `{gain.value:.1f}x`. `{setting}` is what was run, in words."""
-    numbers: Mapping[str, Number] = field(default_factory=dict)
-    where: Filter = field(default_factory=dict)
+def blocks() -> dict[str, Callable[[], Block]]:
+    """A function for each block of the pages."""
+    made: dict[str, Callable[[], Block]] = {
+        "configuration": settings.configuration,
+        "statistics-memory": settings.statistics_memory,
+    }
+    return made | {name: partial(render, spec) for name, spec in load_specs().items()}
 
 
-@dataclass(frozen=True)
-class Lines:
-    """A list of unlike lines."""
-
-    headings: Sequence[str]
-    lines: Sequence[Line]
-
-
-Spec = Table | Lines | Callable[[], Block]
-"""A block: data, or a function for what does not come from result files."""
+def files_of(spec: Spec) -> list[str]:
+    """The patterns of result files of a block or of a line; one pattern may be a text."""
+    files = spec.get("files", [])
+    own = [files] if isinstance(files, str) else list(files)
+    return own + [file for row in spec.get("rows", ()) for file in files_of(row)]
 
 
 def paths_of(files: Sequence[str]) -> list[Path]:
     """The result files of patterns, in their order."""
-    return [path for pattern in files for path in sorted(RESULTS.glob(f"{pattern}.jsonl"))]
+    return list(dict.fromkeys(path for pattern in files for path in sorted(RESULTS.glob(f"{pattern}.jsonl"))))
 
 
 def render(spec: Spec) -> Block:
     """The block of a specification."""
-    if isinstance(spec, Table):
-        return _table(spec)
-    if isinstance(spec, Lines):
-        sources = list(dict.fromkeys(path for line in spec.lines for path in paths_of(line.files)))
-        return Block(table(spec.headings, map(line_text, spec.lines)), sources)
-    return spec()
+    text = table(spec["headings"], map(line_text, spec["rows"])) if "rows" in spec else _table(spec)
+    return Block(text, paths_of(files_of(spec)))
 
 
-def line_text(line: Line) -> list[str]:
-    """The cells of a line of a list."""
-    rows = chosen(rows_of(paths_of(line.files)), line.where)
-    found = {name: number(rows, rows) for name, number in line.numbers.items()}
-    setting = describe(rows) if rows else ""
-    return [cell.format(setting=setting, **found) for cell in line.cells]
+def _rows(spec: Spec) -> list[Row]:
+    return chosen(rows_of(paths_of(files_of(spec))), parse_filter(shlex.split(spec.get("where", ""))))
 
 
-def _table(spec: Table) -> Block:
-    paths = paths_of(spec.files)
-    every = chosen(rows_of(paths), spec.where)
-    groups: dict[tuple[str, ...], list[Any]] = {}
+def line_text(spec: Spec) -> list[str]:
+    """The cells of a line of a list.
+
+    Raises:
+        ConfigurationError: a number has no rows.
+    """
+    rows = _rows(spec)
+    cells = spec.get("cells") or [
+        *(spec["result"], spec["paper"], spec.get("here", "not measured")),
+        *(describe(rows) if rows else "", spec["verdict"]),
+    ]
+    texts = [_cell(cell, rows, rows) for cell in cells]
+    if None in texts:
+        raise ConfigurationError(f"blocks: got no row for {cells[texts.index(None)]!r}, allowed: numbers of its files")
+    return [text for text in texts if text is not None]
+
+
+def _table(spec: Spec) -> str:
+    every = _rows(spec)
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in every:
-        found = [name(row) for name in spec.lines.values()]
-        if None not in found:
-            groups.setdefault(tuple(map(str, found)), []).append(row)
-    lines = []
-    for names in sorted(groups, key=spec.order) if spec.order else groups:
-        cells = (_cells(column, groups[names], every) for column in spec.columns.values())
-        lines.append([*names, *cells])
-    return Block(table([*spec.lines, *spec.columns], lines), paths)
+        names = [_name(name, row) for name in spec["lines"].values()]
+        if None not in names:
+            groups.setdefault(tuple(map(str, names)), []).append(row)
+
+    def place(names: tuple[str, ...]) -> list[Any]:
+        return [_place(spec, key, names, groups[names][0]) for key in spec.get("order", ())]
+
+    lines = [
+        [*names, *(_cell(cell, groups[names], every) or _MISSING for cell in spec["columns"].values())]
+        for names in sorted(groups, key=place)
+    ]
+    return table([*spec["lines"], *spec["columns"]], lines)
 
 
-def _cells(column: Cell | Sequence[Cell], rows: Rows, every: Rows) -> str:
-    cells = [column] if isinstance(column, Cell) else column
-    texts = [cell.text(rows, every) for cell in cells]
-    return cells[0].missing if texts[0] == cells[0].missing else " ".join(filter(None, texts))
+def _place(spec: Spec, key: str, names: Sequence[str], row: Row) -> Any:
+    """What a line is sorted by: the place among given names, or the texts and numbers in its name or column."""
+    headings = list(spec["lines"])
+    if key not in headings:
+        return column_of(row, key)
+    name, given = names[headings.index(key)], spec["lines"][key]
+    if isinstance(given, dict):
+        return list(given["names"].values()).index(name)
+    return [
+        (True, float(part.replace(",", ""))) if _NUMBERS.fullmatch(part) else (False, part)
+        for part in _NUMBERS.split(name)
+        if part
+    ]
 
 
-def named(column: str, names: Mapping[Any, str] | None = None, form: str = "{}") -> Name:
-    """Names lines by a column: by the names that are given, and no others, or in a format."""
+def _cell(cell: str, rows: Rows, every: Rows) -> str | None:
+    """The text of a cell; None if a number has no rows."""
 
-    def name(row: Mapping[str, Any]) -> str | None:
-        value = column_of(dict(row), column)
-        if names is not None:
-            return names.get(value)
-        return None if value is None else form.format(value)
+    def number(expression: str, form: str) -> str | None:
+        found, plain = evaluate(expression, rows, every), form.removesuffix("~")
+        if found is None:
+            return None
+        interval = f" [{found.low:{plain}}, {found.high:{plain}}]" if form != plain else ""
+        return f"{found.value:{plain}}{interval}"
 
-    return name
+    return _fill(cell, number)
+
+
+def _name(name: str | Spec, row: Row) -> str | None:
+    """Names the line of a row; None if the row has no line, as a dense row that others are compared with."""
+    if not isinstance(name, str):
+        value = next((row[column] for column in name["column"].split() if column in row), None)
+        return name["names"].get(value)
+
+    def part(column: str, form: str) -> str | None:
+        value = _COMPUTED[column](row) if column in _COMPUTED else column_of(row, column)
+        if value is None:
+            return None
+        return size_text(value) if form == "K" else format(value, form)
+
+    return _fill(name, part)
+
+
+def _fill(text: str, part: Callable[[str, str], str | None]) -> str | None:
+    """Replaces each `{NAME:FORMAT}` of a text; None if one has no value."""
+    found = {match[0]: part(match[1], match[2] or "") for match in _FIELD.finditer(text)}
+    if None in found.values():
+        return None
+    return _FIELD.sub(lambda match: str(found[match[0]]), text)
+
+
+def _load(row: Row) -> str:
+    """Describes the requests of a load: `8x32K+1x128K:dense` is `8 of 32K, 1 of 128K (dense)`."""
+    parts = []
+    for part in str(row.get("load") or f"{row['batch']}x{size_text(row['context_tokens'])}").split("+"):
+        shape, _, argument = part.partition(":")
+        count, _, context = shape.partition("x")
+        parts.append(f"{count} of {context}{f' ({argument})' if argument else ''}")
+    return ", ".join(parts)
+
+
+def _cache(row: Row) -> str:
+    dtype = "bf16" if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
+    return f"{dtype}, {text_of(row).partition(',')[0]}"
+
+
+def _prompt(row: Row) -> str:
+    cached = f", {round(row['cached_tokens'] / 1024)}K of them cached" if row["measurement"] == "prefix_hit" else ""
+    return f"{row['context_tokens']:,}{cached}"
+
+
+def _setting_name(row: Row) -> str | None:
+    """The first word of a setting."""
+    return None if row["setting"] == AGAIN else f"`{row['setting'].partition('-')[0]}`"
+
+
+def _setting_tokens(row: Row) -> str:
+    """The number in a setting."""
+    tokens = str(row["setting"]).partition("-")[2]
+    return f"{int(tokens):,}" if tokens.isdigit() else "preset"
+
+
+def _budget(row: Row) -> str:
+    if "section" in row:
+        return f"{row['section']['selection']['budget_tokens']:,}"
+    return budget_of(row).removesuffix(" tokens") or "dense"
+
+
+_COMPUTED: Mapping[str, Callable[[Row], str | None]] = {
+    "load_text": _load, "cache_text": _cache, "prompt_text": _prompt, "budget_text": _budget,
+    "setting_name": _setting_name, "setting_tokens": _setting_tokens,
+    "setting_text": lambda row: f"{_setting_name(row)}, {_setting_tokens(row)}".removesuffix(", preset"),
+}  # fmt: skip
+"""What a name may hold besides columns."""

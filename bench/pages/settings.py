@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sparse_kernels.page_statistics import StatisticsLayout
 
-from bench.common.pages import Block, table
+from bench.pages.blocks import Block, table
 from vllm_sparse_plugin.config import describe_fields, resolve
 from vllm_sparse_plugin.config.routing import CUBIC, THRESHOLD
 
