@@ -17,21 +17,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
+from bench.common import options
 from bench.common.children import run_python, unwind_on_termination
-from bench.common.console import end_with, open_console
-from bench.common.engine import DECODE_GRAPHS, Variant, engine, exits_for_wrong_backend
+from bench.common.console import end_with, print_rows
+from bench.common.engine import DECODE_GRAPHS, Variant, engine
 from bench.common.host_reads import host_reads, host_share
 from bench.common.lookup import Document, Shape, draw_document, save_lookup
-from bench.common.options import Commit, Output, Seed, TimeLimit, make_app, parse_size, parse_sizes, split_values
 from bench.common.results import ResultFile, Row
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -49,18 +48,20 @@ from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-app = make_app("Quality of sparse compared with dense attention.")
+app = options.make_app("Quality of sparse compared with dense attention.")
 DENSE, AGAIN = "dense", "dense-again"
 """Names of the runs with vLLM's own attention, the second in other batches."""
 SHARES = ("kv_read_share", "key_read_share", "key_kept_share")
 """What a setting read and kept: fields of a result."""
+CONTEXTS, TASKS = ["4K"], ["ruler"]
+Results = Mapping[str, Mapping[str, Result]]
+"""Results by setting and by item."""
 _BETWEEN_STARTS = 8.0
 """Seconds. Engines that start at the same time disturb each other's memory profiling."""
 
 Model = Annotated[str, typer.Option("--model", help="Folder or name.")]
 Settings = Annotated[list[str], typer.Option("--setting", help="BACKEND[:BUDGET][+FIELD=VALUE], repeatable.")]
 DenseBackend = Annotated[str, typer.Option("--dense-backend", help="vLLM's attention backend to compare with.")]
-EngineArgs = Annotated[str, typer.Option("--engine-args", metavar="JSON", help="Arguments of vllm.LLM.")]
 AtOnce = Annotated[int, typer.Option("--at-once", min=1, help="Engines that run at the same time.")]
 
 
@@ -118,155 +119,159 @@ def _value(text: str) -> Any:
         return text
 
 
-def evaluate(
-    settings: Sequence[Setting], shared: Sequence[str], at_once: int, end: float
-) -> tuple[dict[str, dict[str, Result]], list[str]]:
-    """Returns the results by setting and by item, and the reasons of failures.
+@dataclass(frozen=True)
+class Run:
+    """Runs of `vllm-sparse eval` that differ in their settings."""
 
-    Args:
-        settings: the runs.
-        shared: options of `vllm-sparse eval` for all of them.
-        at_once: engines that run at the same time.
-        end: latest end on `time.monotonic`.
-    """
-    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+    output: Path
+    model: str
+    engine_args: str
+    shared: Sequence[str]
+    """Options of all runs."""
+    at_once: int
+    """Engines that run at the same time."""
+    end: float
+    """Latest end on `time.monotonic`."""
+    commit: str | None
 
-        def run(number: int) -> str | None:
-            """Runs a setting. Returns the reason of a failure."""
-            if number < at_once:
-                time.sleep(_BETWEEN_STARTS * number)
-            chosen = settings[number]
-            # By number: a name may hold the path of a file.
-            path, log = (Path(folder) / f"{number}.{ending}" for ending in ("jsonl", "log"))
-            arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
-            code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
-            if code == 0:
-                return None
-            if code is None:
-                return f"{chosen.name} was not done by the deadline"
-            last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
-            return f"{chosen.name} ended with exit code {code}: {last[0]:.300}"
+    def compare(
+        self,
+        settings: Sequence[Setting],
+        about: Row,
+        rows_of: Callable[[Results], list[Row]],
+        column: str,
+        text: Callable[[Sequence[Row], Sequence[Row]], str],
+    ) -> None:
+        """Runs the settings, writes and shows the rows; exit code 3 if an engine fails.
 
-        with ThreadPoolExecutor(at_once) as pool:
-            failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
-        found = {
-            each.name: read_results(path).results
-            for number, each in enumerate(settings)
-            if (path := Path(folder) / f"{number}.jsonl").exists()
-        }
-    return found, failed
+        Args:
+            settings: of the runs.
+            about: columns of the first line of the file.
+            rows_of: makes rows of results by setting and by item.
+            column: names the columns of the shown table.
+            text: makes a cell of its rows and of all rows.
+        """
+        parse_additional_config(self.engine_args, "engine_args")
+        found, failed = self.evaluate(settings)
+        rows = rows_of(found)
+        with ResultFile(self.output, {**describe_run(folder_of(Path(self.model)), self.commit), **about}) as file:
+            for row in rows:
+                file.write(row)
+        cells: dict[str, Row] = {}
+        for setting, value in dict.fromkeys((row["setting"], row[column]) for row in rows):
+            own = [row for row in rows if (row["setting"], row[column]) == (setting, value)]
+            cells.setdefault(setting, {"setting": setting})[str(value)] = text(own, rows)
+        print_rows(list(cells.values()), ["setting", *dict.fromkeys(str(row[column]) for row in rows)])
+        end_with(failed)
+
+    def evaluate(self, settings: Sequence[Setting]) -> tuple[dict[str, dict[str, Result]], list[str]]:
+        """Returns the results by setting and by item, and the reasons of failures."""
+        shared = ["--model", self.model, "--engine-args", self.engine_args, *self.shared]
+        with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+
+            def run(number: int) -> str | None:
+                """Runs a setting. Returns the reason of a failure."""
+                if number < self.at_once:
+                    time.sleep(_BETWEEN_STARTS * number)
+                chosen = settings[number]
+                # By number: a name may hold the path of a file.
+                path, log = (Path(folder) / f"{number}.{ending}" for ending in ("jsonl", "log"))
+                arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
+                code = run_python("vllm_sparse_plugin", arguments, self.end - time.monotonic(), log)
+                if code == 0:
+                    return None
+                if code is None:
+                    return f"{chosen.name} was not done by the deadline"
+                last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
+                return f"{chosen.name} ended with exit code {code}: {last[0]:.300}"
+
+            with ThreadPoolExecutor(self.at_once) as pool:
+                failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
+            found = {
+                each.name: read_results(path).results
+                for number, each in enumerate(settings)
+                if (path := Path(folder) / f"{number}.jsonl").exists()
+            }
+        return found, failed
 
 
 @app.command()
 def ruler(
-    output: Output,
+    output: options.Output,
     model: Model,
     setting: Settings,
     dense_backend: DenseBackend = "FLASH_ATTN",
-    context: Annotated[list[str] | None, typer.Option(help="Tokens of a document, repeatable. Default: 4K.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Of RULER, repeatable. Default: all.")] = None,
+    context: Annotated[list[str], typer.Option(help="Tokens of a document, repeatable.")] = CONTEXTS,
+    task: Annotated[list[str], typer.Option(help="Of RULER, repeatable.")] = TASKS,
     questions: Annotated[int, typer.Option(min=1, help="Questions of each task and context.")] = 25,
     decode_from: Annotated[
         Literal["prompt", "question"], typer.Option(help="Decode the question token by token, or prefill it, too.")
     ] = "question",
     chat: Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template.")] = False,
-    engine_args: EngineArgs = "{}",
+    engine_args: options.EngineArgs = "{}",
     concurrency: Annotated[int, typer.Option(min=1, help="Questions in flight.")] = 16,
     at_once: AtOnce = 1,
-    time_limit: TimeLimit = 3600,
-    commit: Commit = None,
+    time_limit: options.TimeLimit = 3600,
+    commit: options.Commit = None,
 ) -> None:
     """Answer RULER questions with dense attention and each setting; exit code 3 if an engine fails."""
-    end = time.monotonic() + time_limit
-    parse_additional_config(engine_args, "engine_args")
-    contexts = parse_sizes("context", split_values(context or ["4K"]))
-    settings = [Setting(DENSE, ("--attention-backend", dense_backend)), *map(Setting.parse, split_values(setting))]
-    shared = [
-        "--model", model, "--questions", str(questions), "--concurrency", str(concurrency),
-        "--decode-from", decode_from, "--engine-args", engine_args, *(["--chat"] if chat else []),
-    ]  # fmt: skip
-    for name in split_values(task or ["ruler"]):
+    shared = ["--questions", str(questions), "--concurrency", str(concurrency), "--decode-from", decode_from]
+    shared += ["--chat"] if chat else []
+    for name in options.split_values(task):
         shared += ["--task", name]
-    for tokens in contexts:
+    for tokens in options.parse_sizes("context", context):
         shared += ["--context", str(tokens)]
-    found, failed = evaluate(settings, shared, at_once, end)
-    about = {**describe_run(folder_of(Path(model)), commit), "decode_from": decode_from, "chat": chat}
-    rows = [
-        {
-            "setting": name, "id": result.id, "task": result.task, "context_tokens": result.context_tokens,
-            "decode_from": decode_from, "chat": chat, "score": result.score,
-            **{key: getattr(result, key) for key in SHARES},
-        }
-        for name, results in found.items() for result in results.values()
-    ]  # fmt: skip
-    _write(output, about, rows)
-    open_console().print(_scores(rows))
-    end_with(failed)
+    about = {"decode_from": decode_from, "chat": chat}
+
+    def rows_of_answers(found: Results) -> list[Row]:
+        return [
+            {
+                "setting": name, "id": result.id, "task": result.task, "context_tokens": result.context_tokens,
+                **about, "score": result.score, **{key: getattr(result, key) for key in SHARES},
+            }
+            for name, results in found.items() for result in results.values()
+        ]  # fmt: skip
+
+    settings = [
+        Setting(DENSE, ("--attention-backend", dense_backend)),
+        *map(Setting.parse, options.split_values(setting)),
+    ]
+    run = Run(output, model, engine_args, shared, at_once, time.monotonic() + time_limit, commit)
+    run.compare(settings, about, rows_of_answers, "context_tokens", _score)
 
 
-def _scores(rows: Sequence[Row]) -> Table:
-    """The mean score of each setting and context, with its interval."""
-    shown = Table(title="RULER scores")
-    contexts = sorted({row["context_tokens"] for row in rows})
-    for heading in ("setting", *(f"{tokens:,} tokens" for tokens in contexts)):
-        shown.add_column(heading)
-    for setting in dict.fromkeys(row["setting"] for row in rows):
-        scores = [
-            [row["score"] for row in rows if (row["setting"], row["context_tokens"]) == (setting, tokens)]
-            for tokens in contexts
-        ]
-        means = [estimate_mean(each) if each else None for each in scores]
-        shown.add_row(
-            setting,
-            *("" if mean is None else f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})" for mean in means),
-        )
-    return shown
+def _score(rows: Sequence[Row], _: Sequence[Row]) -> str:
+    """The mean score, with its interval."""
+    mean = estimate_mean([row["score"] for row in rows])
+    return f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"
 
 
 @app.command()
 def served(
-    output: Output,
+    output: options.Output,
     model: Model,
     texts: Annotated[Path, typer.Option(help="JSON lines with `prompt`, and `kind` if there are several.")],
     setting: Settings,
     dense_backend: DenseBackend = "FLASH_ATTN",
     scored_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text to decode.")] = 128,
-    engine_args: EngineArgs = "{}",
+    engine_args: options.EngineArgs = "{}",
     at_once: AtOnce = 1,
-    time_limit: TimeLimit = 3600,
-    commit: Commit = None,
+    time_limit: options.TimeLimit = 3600,
+    commit: options.Commit = None,
 ) -> None:
     """Compare next tokens of served texts with those of dense attention; exit code 3 if an engine fails."""
-    end = time.monotonic() + time_limit
-    parse_additional_config(engine_args, "engine_args")
     dense = ("--attention-backend", dense_backend)
     settings = [Setting(DENSE, dense), Setting(AGAIN, (*dense, "--other-batches"))]
-    settings += [Setting.parse(text) for text in split_values(setting)]
-    kinds = _kinds(texts)
-    shared = [
-        "--model", model, "--completions", str(texts), "--scored-tokens", str(scored_tokens),
-        "--engine-args", engine_args,
-    ]  # fmt: skip
-    found, failed = evaluate(settings, shared, at_once, end)
-    about = {**describe_run(folder_of(Path(model)), commit), "scored_tokens": scored_tokens}
-    rows = rows_of(found, kinds)
-    _write(output, about, rows)
-    open_console().print(_changes(rows))
-    end_with(failed)
-
-
-def _kinds(texts: Path) -> dict[str, str]:
-    """The kind of each text, by its name in results.
-
-    Raises:
-        ConfigurationError: the texts cannot be read.
-    """
+    settings += [Setting.parse(text) for text in options.split_values(setting)]
     names = [prompt["name"] for prompt in read_prompts(texts, "texts")]
     entries = [entry for _, _, entry in read_json_lines(texts, "texts")]
-    return {name: str(entry.get("kind", "text")) for name, entry in zip(names, entries, strict=True)}
+    kinds = {name: str(entry.get("kind", "text")) for name, entry in zip(names, entries, strict=True)}
+    shared = ["--completions", str(texts), "--scored-tokens", str(scored_tokens)]
+    run = Run(output, model, engine_args, shared, at_once, time.monotonic() + time_limit, commit)
+    run.compare(settings, {"scored_tokens": scored_tokens}, lambda found: rows_of(found, kinds), "text", _change)
 
 
-def rows_of(found: Mapping[str, Mapping[str, Result]], kinds: Mapping[str, str]) -> list[Row]:
+def rows_of(found: Results, kinds: Mapping[str, str]) -> list[Row]:
     """A row for each setting and text that dense attention decoded, too.
 
     Args:
@@ -286,39 +291,21 @@ def rows_of(found: Mapping[str, Mapping[str, Result]], kinds: Mapping[str, str])
     return rows
 
 
-def _changes(rows: Sequence[Row]) -> Table:
-    """The share of next tokens that each setting changes beyond dense attention in other batches."""
-    shown = Table(title="Next tokens changed beyond those of dense attention in other batches, by kind of text")
-    kinds = list(dict.fromkeys(row["text"] for row in rows))
-    for heading in ("setting", *kinds):
-        shown.add_column(heading)
-    by_setting: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_setting.setdefault(row["setting"], {})[row["id"]] = row
-    again = by_setting.get(AGAIN, {})
-    for setting, texts in by_setting.items():
-        cells = []
-        for kind in kinds:
-            pairs = [(again[name], row) for name, row in texts.items() if row["text"] == kind and name in again]
-            if not pairs:
-                cells.append("")
-                continue
-            noise, kept = ([row["agreement"] for row in each] for each in zip(*pairs, strict=True))
-            more = estimate_excess(noise, kept, pairs[0][1]["scored_tokens"])
-            cells.append(f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})")
-        shown.add_row(setting, *cells)
-    return shown
-
-
-def _write(output: Path, about: Row, rows: Sequence[Row]) -> None:
-    with ResultFile(output, about) as file:
-        for row in rows:
-            file.write(row)
+def _change(rows: Sequence[Row], every: Sequence[Row]) -> str:
+    """The share of next tokens that change beyond those of dense attention in other batches."""
+    again = {row["id"]: row["agreement"] for row in every if row["setting"] == AGAIN}
+    found = [row for row in rows if row["id"] in again]
+    if not found:
+        return "-"
+    more = estimate_excess(
+        [again[row["id"]] for row in found], [row["agreement"] for row in found], found[0]["scored_tokens"]
+    )
+    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
 
 
 @app.command()
 def lookup(
-    output: Output,
+    output: options.Output,
     variant: Annotated[str, typer.Option(help="BACKEND[:KV_CACHE_DTYPE].")] = "unique",
     context: Annotated[str, typer.Option(help="Tokens of each request, its answer included.")] = "32K",
     requests: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 2,
@@ -328,10 +315,10 @@ def lookup(
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of each layer.")] = 8,
     group: Annotated[int, typer.Option(min=1, help="Query heads of each KV head.")] = 1,
     head_size: Annotated[int, typer.Option(help="64 or 128.")] = 128,
-    additional_config: Annotated[str | None, typer.Option(help="For the plugin's backends.", metavar="JSON")] = None,
-    engine_args: EngineArgs = "{}",
-    seed: Seed = 0,
-    commit: Commit = None,
+    additional_config: options.AdditionalConfig = None,
+    engine_args: options.EngineArgs = "{}",
+    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    commit: options.Commit = None,
 ) -> None:
     """Ask a lookup model for needles of whole contexts; exit code 3 if an answer is wrong.
 
@@ -340,26 +327,23 @@ def lookup(
     others from decode steps.
     """
     arguments, shape = parse_additional_config(engine_args, "engine_args"), Shape(layers, kv_heads, group, head_size)
-    try:
-        tokens = parse_size(context)
-    except ValueError:
-        raise ConfigurationError(f"context: got {context!r}, allowed: a positive integer such as 32K") from None
+    (tokens,) = options.parse_sizes("context", [context])
     chosen = Variant.parse(variant)
     chosen.additional_config(additional_config)
     # With a question and its answer, a document fills the context.
     length = tokens - 1 - answer_tokens
     documents = [draw_document(length, needles, answer_tokens, seed * requests + each) for each in range(requests)]
-    options = {
+    given = {
         "max_model_len": tokens, "max_num_seqs": requests, "skip_tokenizer_init": True, "enable_prefix_caching": True,
         "disable_log_stats": False, "compilation_config": DECODE_GRAPHS,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as parent, exits_for_wrong_backend():
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as parent:
         folder = Path(parent) / f"lookup-{layers}x{kv_heads}x{head_size}"
         folder.mkdir()
         model = save_lookup(folder, shape, tokens)
         with (
             ResultFile(output, describe_run(folder, commit)) as file,
-            engine(model, chosen, additional_config, **(options | arguments)) as (llm, backend),
+            engine(model, chosen, additional_config, **(given | arguments)) as (llm, backend),
         ):
             cache = llm.llm_engine.vllm_config.cache_config
             room = cache.num_gpu_blocks - 1  # vLLM reserves one

@@ -18,16 +18,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from sparse_kernels.masked_attention import Packing, PageMask, masked_attention, page_records
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.common.models import SHAPES, Model, open_model
-from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
+from bench.common import options
+from bench.common.console import print_beside, print_rows
+from bench.common.models import Model, open_model
 from bench.common.results import ResultFile, Row, spread
-from vllm_sparse_plugin.config import resolve, section_of
+from vllm_sparse_plugin.config import ResolvedConfig, resolve, section_of
 from vllm_sparse_plugin.policies import UniqueSelection
 from vllm_sparse_plugin.tools.arguments import find_preset, parse_additional_config, run_app
 from vllm_sparse_plugin.tools.provenance import describe_run
@@ -43,7 +42,7 @@ DENSE: dict[str, SDPBackend | None] = {
     "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash3": None
 }  # fmt: skip
 """Dense passes, and torch's backend for each; None for the package flash-attn-3."""
-PASSES = (*MASKS, *DENSE)
+PASSES = [*MASKS, *DENSE]
 _FLASH3 = "flash_attn_interface"
 
 
@@ -71,7 +70,7 @@ def is_available(name: str, device: str) -> bool:
     on_gpu = device.startswith("cuda")
     if name == "flash3":
         return on_gpu and find_spec(_FLASH3) is not None
-    return on_gpu or name in (*MASKS, "math")
+    return name != "math" if on_gpu else name in (*MASKS, "math")
 
 
 def forward_of(
@@ -150,123 +149,101 @@ _ROWS = 4
 """Number of rows that steps are trained on repeatedly."""
 
 
-def draw_rows(vocabulary: int, tokens: int, count: int) -> list[TextRow]:
-    """Returns rows of one document each with random tokens, and one more, which is not trained on."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(vocabulary, (count + 1, tokens), generator=generator).tolist()
-    return [TextRow(row, [False] + [True] * (tokens - 1), Packing((tokens,)), (0,)) for row in drawn]
-
-
-def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, HasName, torch.dtype], Any]:
-    """Returns a function that makes the model: from its checkpoint, or from its shape with random weights on the
-    device.
+@contextmanager
+def open_trainer(
+    model: Model, settings: TrainingSettings, config: ResolvedConfig, device: str, layers: int | None
+) -> Iterator[Trainer]:
+    """Yields a trainer in a temporary folder, for rows of random tokens.
 
     Args:
-        model: see `bench.common.models.open_model`.
+        model: its checkpoint is trained; without one, its shape with random weights on the device.
+        settings: of the run.
+        config: with the selection that is trained.
         device: torch's name.
         layers: replaces the number of layers of a shape; None to keep it.
     """
-    if not model.drawn_weights:
-        return load_model
 
     def draw(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config: Any = AutoConfig.from_pretrained(folder)
-        config.num_hidden_layers = layers or config.num_hidden_layers
-        config.use_cache = False
+        shape: Any = AutoConfig.from_pretrained(folder)
+        shape.num_hidden_layers = layers or shape.num_hidden_layers
+        shape.use_cache = False
         torch.manual_seed(0)
         with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention.name, dtype=dtype)
+            return AutoModelForCausalLM.from_config(shape, attn_implementation=attention.name, dtype=dtype)
 
-    return draw
-
-
-@contextmanager
-def open_trainer(
-    model: Model, settings: TrainingSettings, preset: str, budget_tokens: int, device: str, layers: int | None
-) -> Iterator[Trainer]:
-    """Yields a trainer in a temporary folder.
-
-    Args:
-        model: the model to train.
-        settings: of the run.
-        preset: of the selection.
-        budget_tokens: the budget to train for.
-        device: torch's name.
-        layers: replaces the number of layers of a shape; None to keep it.
-    """
-    config = resolve({"selection": {"budget_tokens": budget_tokens}}, preset)
-    rows = draw_rows(model.vocabulary, settings.sequence_tokens, _ROWS)
+    tokens = settings.sequence_tokens
+    # The last row is not trained on.
+    drawn = torch.randint(model.vocabulary, (_ROWS + 1, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [TextRow(row, [False] + [True] * (tokens - 1), Packing((tokens,)), (0,)) for row in drawn]
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         run = Run(model.folder, Path(folder) / "run", ServedSelection.of(config), section_of(config), settings)
-        yield Trainer(run, rows, None, device, loader_of(model, device, layers))
+        yield Trainer(run, rows, None, device, draw if model.drawn_weights else load_model)
 
 
-_CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
+CONTEXTS = ["8K", "16K", "32K", "64K", "128K"]
 
-app = make_app("Attention under a page mask, forward and backward, compared with dense attention.")
-Contexts = Annotated[
-    list[str] | None, typer.Option("--context", help=f"Tokens, repeatable. Default: {', '.join(_CONTEXTS)}.")
-]
-Passes = Annotated[
-    list[str] | None, typer.Option("--pass", help="Pass, repeatable. Default: all that the machine supports.")
-]
-Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
-KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
-HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
+app = options.make_app("Attention under a page mask, forward and backward, compared with dense attention.")
 Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
-Statistics = Annotated[str, typer.Option(help="Page statistics.")]
-ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} or the folder of a Llama.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Measurements per pass.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
 
 
 @app.command()
 def run(
-    output: Output,
-    context: Contexts = None,
-    passes: Passes = None,
-    query_heads: Heads = 32,
-    kv_heads: KVHeads = 8,
-    head_size: HeadSize = 128,
+    output: options.Output,
+    context: Annotated[list[str], typer.Option(help="Tokens, repeatable.")] = CONTEXTS,
+    passes: Annotated[list[str], typer.Option("--pass", help="Repeatable, of what the machine supports.")] = PASSES,
+    query_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
+    head_size: Annotated[int, typer.Option(min=16, help="Elements of a head.")] = 128,
     budget_tokens: Budget = 512,
-    statistics: Statistics = "quarters",
-    repeats: Repeats = 10,
+    statistics: Annotated[str, typer.Option(help="Page statistics.")] = "quarters",
+    repeats: options.Repeats = 10,
     device: Device = "cuda",
-    time_limit: TimeLimit = 540,
-    commit: Commit = None,
+    time_limit: options.TimeLimit = 540,
+    commit: options.Commit = None,
 ) -> None:
     """Time one layer's attention of one sequence. Default: the shape of Llama-3.1-8B.
 
     Each line is written at once: milliseconds of the forward and the backward pass, and on a GPU the memory that both
     need besides queries, keys and values.
     """
-    end, device = time.monotonic() + time_limit, usable_device(device)
-    names = parse_names("pass", passes, PASSES) if passes else PASSES
+    end, device = time.monotonic() + time_limit, options.usable_device(device)
+    names = [name for name in options.parse_names("pass", passes, PASSES) if is_available(name, device)]
     settings = {"selection": {"budget_tokens": budget_tokens, "statistics": statistics}}
     selection = resolve(settings, "unique").selection
     assert isinstance(selection, UniqueSelection)
     shape = Shape(query_heads, kv_heads, head_size, torch.bfloat16 if device.startswith("cuda") else torch.float32)
     rows: list[Row] = []
     with ResultFile(output, describe_run(commit=commit)) as file:
-        for tokens in parse_sizes("context", context or _CONTEXTS):
+        for tokens in options.parse_sizes("context", context):
             inputs = shape.draw(tokens, device)
             for name in names:
-                if not is_available(name, device) or (name == "math" and device.startswith("cuda")):
-                    continue
                 if time.monotonic() > end:
                     break
-                row = _row(name, tokens, shape, selection) | _measured(name, inputs, selection, device, repeats)
+                row: Row = {
+                    "pass": name, "context_tokens": tokens, "query_heads": query_heads, "kv_heads": kv_heads,
+                    "head_size": head_size,
+                }  # fmt: skip
+                if name in MASKS:
+                    row |= {"budget_tokens": budget_tokens, "statistics": statistics}
+                try:
+                    row |= measure(forward_of(name, inputs, selection), device, repeats)
+                except RuntimeError as error:  # such as torch's OutOfMemoryError
+                    row["failed"] = " ".join(str(error).split())[:200]
+                for each in inputs:
+                    each.grad = None
                 rows.append(row)
                 file.write(row)
-    Console().print(_table(rows))
+    form = "{forward[median_ms]:.3f} + {backward[median_ms]:.3f}"
+    print_beside(rows, ["context_tokens"], "pass", "both.median_ms", form)
 
 
 @app.command()
 def steps(
-    output: Output,
-    model: ModelName = "llama-3.1-8b",
+    output: options.Output,
+    model: options.ModelName = "llama-3.1-8b",
     layers: Annotated[int | None, typer.Option(min=1, help="Replaces the number of layers of a shape.")] = None,
     context: Annotated[str, typer.Option(help="Tokens of a row.")] = "32K",
     count: Annotated[int, typer.Option("--steps", min=1, help="Steps of the trainer.")] = 10,
@@ -274,62 +251,26 @@ def steps(
     attention_backend: Annotated[str, typer.Option(help="Backend whose selection is trained.")] = "unique",
     budget_tokens: Budget = 512,
     device: Device = "cuda",
-    commit: Commit = None,
+    commit: options.Commit = None,
 ) -> None:
     """Train a model shape with random weights on random tokens. Default: LoRA, one row per step.
 
     A line is one step of the trainer, as in its log, with the GPU memory. `accelerate launch` runs it on several
     devices. A step then has `rows_per_step` rows on each device.
     """
-    (tokens,) = parse_sizes("context", [context])
+    (tokens,) = options.parse_sizes("context", [context])
     own = {"steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens}
     chosen = parse_settings(own | LOSS_OF_THE_TEXT | parse_additional_config(settings, "settings"))
-    preset, device = find_preset(attention_backend), usable_device(device)
-    with open_model(model) as found, open_trainer(found, chosen, preset, budget_tokens, device, layers) as trainer:
+    config = resolve({"selection": {"budget_tokens": budget_tokens}}, find_preset(attention_backend))
+    device = options.usable_device(device)
+    with open_model(model) as found, open_trainer(found, chosen, config, device, layers) as trainer:
         about = describe_run(found.folder, commit, ("accelerate", "peft")) | {"settings": chosen.model_dump()}
         with ResultFile(output if trainer.is_main_process else Path(os.devnull), about) as file:
             for _ in range(count):
                 row = trainer.step() | {"processes": trainer.num_processes, "layers": layers}
                 file.write(row)
                 if trainer.is_main_process:
-                    Console().print(row)
-
-
-def _row(name: str, tokens: int, shape: Shape, selection: UniqueSelection) -> Row:
-    row: Row = {
-        "pass": name, "context_tokens": tokens, "query_heads": shape.query_heads, "kv_heads": shape.kv_heads,
-        "head_size": shape.head_size,
-    }  # fmt: skip
-    if name in MASKS:
-        row |= {"budget_tokens": selection.budget_tokens, "statistics": selection.statistics}
-    return row
-
-
-def _measured(
-    name: str, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], selection: UniqueSelection, device: str,
-    repeats: int,
-) -> Row:  # fmt: skip
-    forward = forward_of(name, inputs, selection)
-    try:
-        return measure(forward, device, repeats)
-    except torch.OutOfMemoryError:
-        return {"failed": "out of memory"}
-    except RuntimeError as error:
-        return {"failed": " ".join(str(error).split())[:200]}
-    finally:
-        for x in inputs:
-            x.grad = None
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table("context", "pass", title="One layer, milliseconds")
-    for heading in ("forward", "backward", "both", "memory, MiB"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        parts = [f"{row[part]['median_ms']:.3f}" if part in row else "-" for part in ("forward", "backward", "both")]
-        memory = row.get("peak_mib", row.get("failed", "-"))
-        table.add_row(size_text(row["context_tokens"]), row["pass"], *parts, str(memory))
-    return table
+                    print_rows([row], list(row))
 
 
 def main() -> None:

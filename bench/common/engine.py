@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from bench.common.in_process import engine_in_process
 from bench.common.models import Model
@@ -34,18 +31,8 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Decode graphs without torch.compile, which takes time and does not change attention."""
 
 
-class WrongBackendError(RuntimeError):
+class WrongBackendError(ConfigurationError):
     """vLLM runs another attention backend than the requested one."""
-
-
-@contextmanager
-def exits_for_wrong_backend() -> Iterator[None]:
-    """End the command in one sentence and with exit code 3 if vLLM chose another backend."""
-    try:
-        yield
-    except WrongBackendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(3) from None
 
 
 @dataclass(frozen=True)

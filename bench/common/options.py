@@ -3,35 +3,36 @@
 - An option with several values is repeated, or its values are separated by commas: `--variant a --variant b` is
   `--variant a,b`.
 - A size is a positive integer, with `K` for 1024: `--context 4K,32K`.
-- A grid of decode steps gives the batches of each context: `--grid 32K=1,8 --grid 128K=1`. Contexts with the same
-  batches can share an option, as in `--grid 8K,32K=1,8`.
+- A grid of decode steps gives the batches of each context: `--grid 8K,32K=1,8 --grid 128K=1`.
 - `--output` is the result file, `--time-limit` the seconds that a command may measure, and `--commit` the measured
   commit if the checkout does not know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from pydantic import BaseModel, ConfigDict
 
+from bench.common.models import SHAPES
 from vllm_sparse_plugin.errors import ConfigurationError
-
-_Value = TypeVar("_Value")
-LARGEST = "max"
-"""In a grid: as large a batch as the KV cache holds."""
 
 Output = Annotated[Path, typer.Option("--output", help="JSON lines to write.")]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, help="Seconds after which the command ends with its results so far.")
 ]
 Commit = Annotated[str | None, typer.Option("--commit", help="Commit to record if the checkout has no history.")]
-
-
-Seed = Annotated[int, typer.Option("--seed", help="Seed of documents and needles.")]
+ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (random weights), or a folder.")]
+Variants = Annotated[list[str], typer.Option("--variant", help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable.")]
+AdditionalConfig = Annotated[
+    str | None, typer.Option("--additional-config", help="For the plugin's backends.", metavar="JSON")
+]
+EngineArgs = Annotated[str, typer.Option("--engine-args", metavar="JSON", help="Arguments of vllm.LLM.")]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Repeats of each measurement.")]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens of a request per measured time.")]
 
 
 def usable_device(device: str) -> str:
@@ -61,12 +62,12 @@ def make_app(text: str) -> typer.Typer:
 
 
 class GridRow(BaseModel):
-    """The batches of one context; None is the largest batch that fits the KV cache."""
+    """The batches of one context."""
 
     model_config = ConfigDict(frozen=True)
 
     context: int
-    batches: tuple[int | None, ...]
+    batches: tuple[int, ...]
 
 
 def size_text(number: int) -> str:
@@ -99,15 +100,12 @@ def parse_sizes(option: str, values: Iterable[str]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: names the option and the invalid value.
     """
-    return _parse_each(option, values, parse_size, "positive integers separated by commas, such as 1,8,32K")
-
-
-def _parse_each(option: str, values: Iterable[str], parse: Callable[[str], _Value], allowed: str) -> tuple[_Value, ...]:
     found = []
     for part in split_values(values):
         try:
-            found.append(parse(part))
+            found.append(parse_size(part))
         except ValueError:
+            allowed = "positive integers separated by commas, such as 1,8,32K"
             raise ConfigurationError(f"{option}: got {part!r}, allowed: {allowed}") from None
     return tuple(dict.fromkeys(found))
 
@@ -125,15 +123,8 @@ def parse_names(option: str, values: Iterable[str], allowed: Sequence[str]) -> t
     return tuple(dict.fromkeys(names))
 
 
-def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...]:
-    """Parse `CONTEXT=BATCH,BATCH,...` values such as `2048=1,6,24` or `8K,128K=1,max`.
-
-    Args:
-        texts: values of the option.
-        largest: whether `max` is allowed as a batch.
-
-    Returns:
-        The rows, sorted by context.
+def parse_grid(texts: Iterable[str]) -> tuple[GridRow, ...]:
+    """Parse `CONTEXT=BATCH,BATCH,...` values such as `2048=1,6,24` or `8K,128K=1,8`, sorted by context.
 
     Raises:
         ConfigurationError: for anything else, or a context that appears twice.
@@ -142,40 +133,12 @@ def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...
     for text in texts:
         contexts, _, batches = text.partition("=")
         try:
-            sizes = [parse_size(context) for context in contexts.split(",")]
-            row = tuple(None if batch == LARGEST and largest else parse_size(batch) for batch in batches.split(","))
+            sizes, row = ([parse_size(each) for each in part.split(",")] for part in (contexts, batches))
         except ValueError:
-            sizes, row = [], ()
+            sizes, row = [], []
         if not sizes or any(sizes.count(size) > 1 or size in rows for size in sizes):
-            example = f"32K=1,8{f',{LARGEST}' if largest else ''}"
             raise ConfigurationError(
-                f"grid: got {text!r}, allowed: CONTEXT=BATCH,... once for each context, such as {example}"
+                f"grid: got {text!r}, allowed: CONTEXT=BATCH,... once for each context, such as 32K=1,8"
             )
-        rows |= {size: GridRow(context=size, batches=row) for size in sizes}
+        rows |= {size: GridRow(context=size, batches=tuple(row)) for size in sizes}
     return tuple(rows[context] for context in sorted(rows))
-
-
-class ClientRow(BaseModel):
-    """Requests that are sent at the same time."""
-
-    model_config = ConfigDict(frozen=True)
-
-    context: int
-    """Tokens of each prompt."""
-    requests: int
-
-
-def parse_loads(texts: Iterable[str]) -> tuple[ClientRow, ...]:
-    """Parse `CONTEXT=REQUESTS` values such as `32K=32`, without duplicates.
-
-    Raises:
-        ConfigurationError: for anything else.
-    """
-    loads = []
-    for text in split_values(texts):
-        context, _, requests = text.partition("=")
-        try:
-            loads.append(ClientRow(context=parse_size(context), requests=parse_size(requests)))
-        except ValueError:
-            raise ConfigurationError(f"load: got {text!r}, allowed: CONTEXT=REQUESTS, such as 32K=32") from None
-    return tuple(dict.fromkeys(loads))

@@ -36,11 +36,6 @@ class Run:
     """The measurements, in order."""
 
     @property
-    def command(self) -> str:
-        """The command line, as it was typed."""
-        return str(self.about["command"])
-
-    @property
     def day(self) -> str:
         """The day of the run, as `2026-11-21`."""
         return str(self.about["date"])[:10]
@@ -55,20 +50,6 @@ class Run:
         """The accelerator, or the processor of a machine without one."""
         hardware = self.about["hardware"]
         return str(hardware.get("gpu") or f"{hardware['processor']}, {hardware['cores']} cores")
-
-    @property
-    def hardware(self) -> str:
-        """Accelerator, driver, processor and number of cores, if recorded."""
-        hardware = self.about["hardware"]
-        driver = [f"driver {hardware['driver']}"] if hardware.get("driver") else []
-        names = [str(hardware[name]) for name in ("gpu", "processor") if name in hardware]
-        cores = [f"{hardware['cores']} cores"] if hardware.get("cores") else []
-        return ", ".join([*names[:-1], *driver, *names[-1:], *cores])
-
-    @property
-    def versions(self) -> str:
-        """The packages and their versions."""
-        return ", ".join(f"{package} {version}" for package, version in self.about["versions"].items())
 
 
 @functools.cache
@@ -124,29 +105,6 @@ def read_run(path: Path) -> Run:
     """
     runs = read_runs(path)
     return Run(runs[0].about, [row for run in runs for row in run.rows])
-
-
-def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Read the measurements of result files of one model, in order.
-
-    Raises:
-        ConfigurationError: as `model_of`.
-    """
-    model_of(paths)
-    return [row for path in paths for run in read_runs(path) for row in run.rows]
-
-
-def model_of(paths: Sequence[Path]) -> str | None:
-    """The model of all runs in result files; None if they have none.
-
-    Raises:
-        ConfigurationError: a file cannot be read or is not a result file, or the files are of different models.
-    """
-    models = dict.fromkeys(run.about.get("model") for path in paths for run in read_runs(path))
-    if len(models) > 1:
-        got = f"{' and '.join(path.name for path in paths)}, of {' and '.join(map(str, models))}"
-        raise ConfigurationError(f"results: got {got}, allowed together: those of one model")
-    return next(iter(models), None)
 
 
 class ResultFile:

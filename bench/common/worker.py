@@ -37,11 +37,28 @@ class BenchWorker:
         Raises:
             RuntimeError: if the bytes of a block are not next to each other.
         """
+        for rows in self.block_rows():
+            for first in range(0, len(copies), _COPIED):
+                read, write = torch.tensor(copies[first : first + _COPIED], device=rows.device).unbind(1)
+                rows[write] = rows[read]
+
+    def block_rows(self) -> Iterator[torch.Tensor]:
+        """Yields the KV caches of the layers, and page statistics that have memory of their own: `[blocks, bytes]`.
+
+        Raises:
+            RuntimeError: if the bytes of a block are not next to each other.
+        """
         worker: Any = self
         blocks = worker.model_runner.kv_cache_config.num_blocks
+        caches = dict[int, torch.Tensor]()
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+            beside = getattr(getattr(layer, "impl", None), "statistics_beside", None)
+            # Two layers that share a cache have the same address.
+            for cache in (getattr(layer, "kv_cache", None), beside):
+                if isinstance(cache, torch.Tensor):
+                    caches[cache.data_ptr()] = cache
         end = dict[int, int]()
-        # Two layers that share a cache have the same address.
-        for _, cache in sorted({cache.data_ptr(): cache for cache in self._caches()}.items()):
+        for _, cache in sorted(caches.items()):
             storage, size = cache.untyped_storage(), cache.element_size()
             begin, length = int(cache.storage_offset()) * size, cache.stride(0) * len(cache) * size
             if begin < end.get(storage.data_ptr(), 0) or begin + length > storage.nbytes():
@@ -50,19 +67,7 @@ class BenchWorker:
                 )
             end[storage.data_ptr()] = begin + length
             every = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-            rows = every[begin : begin + length].view(blocks, -1)
-            for first in range(0, len(copies), _COPIED):
-                read, write = torch.tensor(copies[first : first + _COPIED], device=rows.device).unbind(1)
-                rows[write] = rows[read]
-
-    def _caches(self) -> Iterator[torch.Tensor]:
-        """Yields the KV caches of the layers, and page statistics that have memory of their own."""
-        worker: Any = self
-        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-            if isinstance(cache := getattr(layer, "kv_cache", None), torch.Tensor):
-                yield cache
-            if (beside := getattr(getattr(layer, "impl", None), "statistics_beside", None)) is not None:
-                yield beside
+            yield every[begin : begin + length].view(blocks, -1)
 
     def draw_weights(self) -> None:
         """Replace dummy weights by random ones that keep activations near unit size.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 from sparse_kernels.batch import PageSelection
 from sparse_kernels.block_prefill import BlockRule
@@ -68,7 +68,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode step: `tokens` new tokens for each of `batch` requests."""
+    """A decode step: a new token for each of `batch` requests."""
 
     batch: int
     context: int
@@ -76,13 +76,11 @@ class DecodeCase:
     """Query heads per KV head."""
     format: Statistics = DEFAULT_FORMAT
     """The page statistics: `int4` is quarters, `leveled` quarters in two levels, `int2` sketches, others means."""
-    tokens: int = 1
-    """Query tokens of each request: the newest of its context."""
 
     @property
     def name(self) -> str:
         """In the grammar of vLLM's attention benchmarks: requests, query tokens, context."""
-        text = f"{self.batch}q{self.tokens}s{size_text(self.context)} g{self.group}"
+        text = f"{self.batch}q1s{size_text(self.context)} g{self.group}"
         return text if self.format == DEFAULT_FORMAT else f"{text} {self.format}"
 
     def lengths(self, geometry: Geometry) -> list[int]:
@@ -96,14 +94,6 @@ class DecodeCase:
     def blocks(self, geometry: Geometry) -> int:
         """Blocks of the cache that the requests take."""
         return self.batch * -(-self.context // geometry.block_size)
-
-    def skipped_groups(self, geometry: Geometry) -> int:
-        """KV groups that are skipped in a case with routing."""
-        return round(SKIPPED * self.batch * geometry.num_kv_heads)
-
-    def fields(self) -> dict[str, Any]:
-        """The columns of the case in result files."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -126,10 +116,6 @@ class PrefillCase:
         """Blocks of the cache that the prompt takes."""
         return -(-self.context // geometry.block_size)
 
-    def fields(self) -> dict[str, Any]:
-        """The columns of the case in result files."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class TopKCase:
@@ -143,28 +129,15 @@ class TopKCase:
         """Rows x pages."""
         return f"{self.rows} x {size_text(self.pages)}"
 
-    def fields(self) -> dict[str, Any]:
-        """The columns of the case in result files."""
-        return asdict(self)
-
 
 CacheCase = DecodeCase | PrefillCase
 """A case with a cache."""
 Case = CacheCase | TopKCase
 
-OPS = (
-    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "whole",
-    "verify", "prefill", "tokens",
-)  # fmt: skip
+OPS = ("decode", "topk", "score", "stop", "budgets", "whole", "prefill", "tokens")
 """Most important first, so that an interrupted run has these."""
-_OF_ONE_GROUP = (
-    "route", "route_unique", "topk", "write", "pieces", "budgets", "whole", "verify", "prefill", "tokens",
-)  # fmt: skip
-"""Operations that are measured only with the first group size."""
-_VERIFIED_TOKENS = (9, 5, 3)
-"""Query tokens of steps that verify drafts: the number of drafts plus one."""
-SKIPPED = 0.6
-"""Share of the KV groups that are skipped in cases with routing."""
+_OF_EACH_GROUP = ("decode", "score", "stop")
+"""Operations that are measured with every group size, others with the first."""
 
 
 @dataclass(frozen=True)
@@ -188,35 +161,34 @@ class Grid:
 
         The first group size comes first, with everything that does not depend on it. Formats other than the first come
         last, because each needs a new cache. For the second format, the whole decode step of the first group is
-        measured too. For other formats only scoring is measured, because nothing else reads the statistics.
+        measured too. For other formats only scoring is measured, because nothing else reads the statistics. Scoring in
+        two levels is part of the decode step.
         """
-        first_group, first_format = self.groups[0], self.formats[0]
-        plan: list[tuple[str, Case]] = []
-        for group in self.groups:
-            for op in OPS:
-                if op not in self.ops or (op in _OF_ONE_GROUP and group != first_group):
-                    continue
-                if op == "topk":
-                    plan += [(op, TopKCase(rows, pages)) for rows in self.rows for pages in self.pages]
-                elif op == "prefill":
-                    plan += [(op, PrefillCase(*each, group)) for each in product(self.prompts, self.chunks)]
-                elif op == "tokens":
-                    plan += [(op, PrefillCase(tokens, tokens, group)) for tokens in self.whole_prompts]
-                else:
-                    cases, counts = (
-                        self._decode_cases(group, first_format),
-                        _VERIFIED_TOKENS if op == "verify" else (1,),
-                    )
-                    plan += [(op, replace(case, tokens=tokens)) for tokens in counts for case in cases]
-        for other in self.formats[1:]:
-            if "decode" in self.ops and other == self.formats[1]:
-                plan += [("decode", case) for case in self._decode_cases(first_group, other)]
-            if "score" in self.ops:
+        plan = [
+            (op, case)
+            for place, group in enumerate(self.groups)
+            for op in OPS
+            if op in self.ops and (place == 0 or op in _OF_EACH_GROUP)
+            for case in self._cases(op, group)
+        ]
+        for place, other in enumerate(self.formats[1:]):
+            if "decode" in self.ops and place == 0:
+                plan += [("decode", case) for case in self._decode_cases(self.groups[0], other)]
+            if "score" in self.ops and other != "leveled":
                 plan += [("score", case) for group in self.groups for case in self._decode_cases(group, other)]
         return plan
 
+    def _cases(self, op: str, group: int) -> Sequence[Case]:
+        if op == "topk":
+            return [TopKCase(rows, pages) for rows in self.rows for pages in self.pages]
+        if op == "prefill":
+            return [PrefillCase(*each, group) for each in product(self.prompts, self.chunks)]
+        if op == "tokens":
+            return [PrefillCase(tokens, tokens, group) for tokens in self.whole_prompts]
+        return self._decode_cases(group, self.formats[0])
+
     def _decode_cases(self, group: int, statistics: Statistics) -> list[DecodeCase]:
-        steps = sorted((batch, row.context) for row in self.steps for batch in row.batches if batch is not None)
+        steps = sorted((batch, row.context) for row in self.steps for batch in row.batches)
         return [DecodeCase(batch, context, group, statistics) for batch, context in steps]
 
 

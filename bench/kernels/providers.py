@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
+from sparse_kernels.batch import LongDenseRequests
 from sparse_kernels.limits import MAX_K
+from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
 
-from bench.kernels import calls, checks, prefill, rivals, token_prefill, traffic
-from bench.kernels.calls import Call, imported
-from bench.kernels.cases import Geometry
-from bench.kernels.workload import DecodeInputs, PrefillInputs, Workload
+from bench.kernels import checks, prefill, rivals, token_prefill
+from bench.kernels.rivals import Call, imported
+from bench.kernels.workload import DecodeInputs, PrefillInputs, TopKInputs, Workload
 
 Inputs = TypeVar("Inputs")
 
@@ -24,8 +26,6 @@ ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block
 """The paper's rule, with test intervals that a thread block reads in a few microseconds."""
 IN_VAIN = ART._replace(scale_tolerance=0.0)
 """Tests after every interval and never stops."""
-ENDLESS = ART._replace(patience=1 << 20)
-"""The paper's p = infinity."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class Provider(Generic[Inputs]):
     prepare: Callable[[Any, Inputs], Call]
     """Takes the result of `load` and returns the call to check and to time."""
     check: Callable[[Inputs, checks.Calls], None]
-    traffic: Callable[[Any, Geometry], int]
-    """Bytes of a case."""
 
 
 @dataclass(frozen=True)
@@ -55,276 +53,188 @@ class Op(Generic[Inputs]):
         return self.providers[0].name
 
 
-_SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
-_SPLIT_ATTENTION = "sparse_kernels.split_attention:split_attention"
-_WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
-_SCORE_PAGES = "sparse_kernels.page_score:score_pages"
-_SELECT_PAGES = "sparse_kernels.page_topk:select_pages"
-_ATTEND_PAGES = "sparse_kernels.sparse_attention:attend_pages"
+def score(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """The scores of all complete pages."""
+    (score_pages,) = loaded
+    num_pages, weight = inputs.num_pages, inputs.geometry.std_weight
+    return lambda: score_pages(inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, weight)
 
-_DENSE_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
-    "FlashAttention 3",
-    rivals.load_flash_attention,
-    lambda loaded, inputs: rivals.flash_attention(loaded, inputs, inputs.lengths),
-    checks.dense,
-    traffic.dense,
-)
 
-_TOGETHER: Provider[DecodeInputs] = Provider(
-    "multi_token_decode",
-    imported("sparse_kernels.multi_token_decode:multi_token_decode"),
-    calls.together,
-    checks.dense,
-    traffic.dense,
-)
+def step(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step: the write of its keys and values with the records of full pages, then attention."""
+    sparse_decode, write_cache = loaded
+    batch, cache, softmax, geometry = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry
 
-_NOT_ROUTED: Provider[DecodeInputs] = Provider(
-    "sinkrouter, not routed",
-    imported(_SPLIT_ATTENTION),
-    lambda loaded, inputs: calls.split(loaded, inputs, None),
-    checks.dense,
-    traffic.dense,
-)
-
-_FLASH_ATTENTION_PREFILL: Provider[PrefillInputs] = Provider(
-    "FlashAttention 3",
-    rivals.load_flash_attention,
-    lambda loaded, inputs: prefill.dense(loaded[0], inputs),
-    prefill.check_dense,
-    traffic.dense_prefill,
-)
-
-_PREFILL: tuple[Provider[PrefillInputs], ...] = (
-    Provider(
-        f"unique, density {prefill.DENSITY}",
-        rivals.load_sparse_prefill,
-        lambda loaded, inputs: prefill.whole(loaded[0], inputs),
-        prefill.check_whole,
-        traffic.sparse_prefill,
-    ),
-    _FLASH_ATTENTION_PREFILL,
-    Provider(
-        f"unique, density {prefill.SPARSER}",
-        rivals.load_sparse_prefill,
-        lambda loaded, inputs: prefill.whole(loaded[0], inputs, prefill.SPARSER),
-        partial(prefill.check_whole, density=prefill.SPARSER),
-        traffic.sparse_prefill,
-    ),
-)
-
-_TOKEN_PREFILL: tuple[Provider[PrefillInputs], ...] = (
-    *(
-        Provider(
-            name,
-            token_prefill.load_attention,
-            partial(token_prefill.whole, rule=rule),
-            partial(token_prefill.check_whole, rule=rule),
-            traffic.dense_prefill,
+    def call() -> Any:
+        write_cache(
+            inputs.new_keys, inputs.new_values, inputs.token_rows, inputs.statistics, inputs.slots, geometry.page_size
         )
-        for name, rule in (("zipvl", token_prefill.ALL_ATTEND), ("zipvl_paper", token_prefill.PUBLISHED))
-    ),
-    _FLASH_ATTENTION_PREFILL,
-    Provider(
-        "part: probe",
-        token_prefill.load_kernels,
-        lambda _, inputs: token_prefill.probing(inputs),
-        token_prefill.check_sums,
-        traffic.probe,
-    ),
-    Provider(
-        "part: choice",
-        token_prefill.load_kernels,
-        lambda _, inputs: token_prefill.choosing(inputs),
-        token_prefill.check_choice,
-        traffic.token_choice,
-    ),
+        return sparse_decode(batch, cache, softmax, geometry.selection)
+
+    return call
+
+
+def whole(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step without the write, of requests that read their whole context. All thread blocks share them."""
+    (sparse_decode,) = loaded
+    batch, cache, softmax, geometry = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry
+    device, requests, rows = batch.query.device, len(batch.seq_lens), geometry.num_kv_heads
+    numbers = requests * LongDenseRequests.scratch_numbers(rows, inputs.case.group, geometry.head_size)
+    batch = replace(
+        batch,
+        dense_requests=torch.ones(requests, dtype=torch.bool, device=device),
+        whole=LongDenseRequests(
+            torch.tensor([requests, *range(requests)], dtype=torch.int32, device=device),
+            torch.empty(numbers, device=device),
+            torch.zeros(LongDenseRequests.arrived_numbers(requests, rows), dtype=torch.int32, device=device),
+        ),
+    )
+    return lambda: sparse_decode(batch, cache, softmax, geometry.selection)
+
+
+def together(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """Dense attention by the kernel that verifies drafts."""
+    (multi_token_decode,) = loaded
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: multi_token_decode(batch, cache, softmax)
+
+
+def budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> Call:
+    """A decode step without the write, with a budget per request; None for one budget of all.
+
+    All budgets are equal, so the same pages are read. There is room for the largest budget of a request.
+    """
+    (sparse_decode,) = loaded
+    batch, selection = inputs.batch, inputs.geometry.selection
+    if most_pages is not None:
+        budgets = torch.full((len(batch.seq_lens),), selection.k, dtype=torch.int32, device=batch.query.device)
+        batch, selection = replace(batch, budgets=budgets), replace(selection, k=max(selection.k, most_pages))
+    cache, softmax = inputs.cache, inputs.softmax
+    return lambda: sparse_decode(batch, cache, softmax, selection)
+
+
+def stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule | None) -> Call:
+    """Dense attention by this project's kernel, newest tokens first under a stop rule; None for no rule."""
+    (split_attention,) = loaded
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    if rule is None:
+        return lambda: split_attention(batch, cache, softmax)
+    geometry, table = inputs.geometry, inputs.block_table
+    rows = len(inputs.query) * geometry.num_kv_heads
+    scratch = stop_scratch(rule, rows, table.shape[1] * geometry.block_size, table.device)
+    stop = Stopping(rule, scratch=scratch)
+    return lambda: split_attention(batch, cache, softmax, stopping=stop)
+
+
+def select(loaded: list[Any], inputs: TopKInputs) -> Call:
+    """The pages with the best scores."""
+    (select_pages,) = loaded
+    return lambda: select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k)
+
+
+_SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
+_LOAD_DECODE = imported(_SPARSE_DECODE)
+_LOAD_SPLIT = imported("sparse_kernels.split_attention:split_attention")
+
+_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
+    "FlashAttention 3", rivals.load_flash_attention, rivals.flash_attention, checks.dense
 )
+_FLASH_ATTENTION_PREFILL: Provider[PrefillInputs] = Provider(
+    "FlashAttention 3", rivals.load_flash_attention, lambda loaded, inputs: prefill.dense(loaded[0], inputs),
+    prefill.check_dense,
+)  # fmt: skip
+
+
+def _sparse_prefill(density: float) -> Provider[PrefillInputs]:
+    return Provider(
+        f"unique, density {density}",
+        rivals.load_flash_attention,
+        lambda loaded, inputs: prefill.whole(loaded[0], inputs, density),
+        partial(prefill.check_whole, density=density),
+    )
+
 
 PROVIDERS: dict[str, Op[Any]] = {
     "decode": Op(
         Workload.decode_inputs,
         (
             Provider(
-                "unique", imported(_SPARSE_DECODE, _WRITE_CACHE), calls.step, checks.sparse_decode, traffic.decode
-            ),
-            _DENSE_FLASH_ATTENTION,
-            Provider(
-                "FlashInfer", rivals.load_flashinfer_decode, rivals.flashinfer_decode, checks.dense, traffic.dense
-            ),
-            Provider(
-                "unique, without the write", imported(_SPARSE_DECODE), calls.fused, checks.sparse_decode, traffic.sparse
-            ),
-        ),
-    ),
-    "route": Op(
-        Workload.decode_inputs,
-        (
-            Provider(
-                "sinkrouter",
-                imported(_SPLIT_ATTENTION),
-                lambda loaded, inputs: calls.split(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
-                checks.routed,
-                traffic.routed,
-            ),
-            _DENSE_FLASH_ATTENTION,
-            Provider(
-                "sinkrouter, nothing skipped",
-                imported(_SPLIT_ATTENTION),
-                lambda loaded, inputs: calls.split(loaded, inputs, 0),
-                checks.dense,
-                traffic.dense,
-            ),
-            _NOT_ROUTED,
-        ),
-    ),
-    "route_unique": Op(
-        Workload.decode_inputs,
-        (
-            Provider(
-                "unique, routed",
-                imported(_SPARSE_DECODE),
-                lambda loaded, inputs: calls.fused(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
-                checks.routed_sparse_decode,
-                traffic.routed_sparse,
-            ),
-            Provider(
-                "unique, nothing skipped",
-                imported(_SPARSE_DECODE),
-                lambda loaded, inputs: calls.fused(loaded, inputs, 0),
+                "unique",
+                imported(_SPARSE_DECODE, "sparse_kernels.page_statistics:write_cache"),
+                step,
                 checks.sparse_decode,
-                traffic.sparse,
             ),
-            Provider("unique", imported(_SPARSE_DECODE), calls.fused, checks.sparse_decode, traffic.sparse),
+            _FLASH_ATTENTION,
+            Provider("FlashInfer", rivals.load_flashinfer_decode, rivals.flashinfer_decode, checks.dense),
         ),
     ),
     "topk": Op(
         Workload.topk_inputs,
         (
-            Provider("unique", imported(_SELECT_PAGES), calls.select, checks.exact_selection, traffic.topk),
-            Provider(
-                "flashinfer.top_k",
-                rivals.load_flashinfer_topk,
-                rivals.flashinfer_topk,
-                checks.equal_scores,
-                traffic.topk,
-            ),
+            Provider("unique", imported("sparse_kernels.page_topk:select_pages"), select, checks.exact_selection),
             Provider(
                 "flashinfer.top_k_page_table_transform",
                 rivals.load_flashinfer_topk,
-                rivals.flashinfer_mapped,
+                rivals.flashinfer_topk,
                 checks.mapped_pages,
-                traffic.topk,
             ),
-            Provider("torch.topk", imported("torch:topk"), rivals.torch_topk, checks.equal_scores, traffic.topk),
+            Provider("torch.topk", imported("torch:topk"), rivals.torch_topk, checks.equal_scores),
         ),
     ),
     "score": Op(
         Workload.decode_inputs,
-        (Provider("unique", imported(_SCORE_PAGES), calls.score, checks.scores, traffic.score),),
-    ),
-    "attend": Op(
-        Workload.decode_inputs,
-        (
-            Provider("unique", imported(_ATTEND_PAGES), calls.attend, checks.attended, traffic.attend),
-            Provider(
-                "FlashAttention 3, as many tokens",
-                rivals.load_flash_attention,
-                lambda loaded, inputs: rivals.flash_attention(loaded, inputs, checks.selected_lengths(inputs)),
-                checks.dense_prefix,
-                traffic.selected_tokens,
-            ),
-        ),
+        (Provider("unique", imported("sparse_kernels.page_score:score_pages"), score, checks.scores),),
     ),
     "stop": Op(
         Workload.recent_inputs,
         (
-            Provider(
-                "art",
-                imported(_SPLIT_ATTENTION),
-                lambda loaded, inputs: calls.stopping(loaded, inputs, ART),
-                checks.dense,
-                traffic.dense,
+            *(
+                Provider(name, _LOAD_SPLIT, partial(stopping, rule=rule), checks.dense)
+                for name, rule in (("art", ART), ("art that never stops", IN_VAIN), ("sinkrouter, not routed", None))
             ),
-            Provider(
-                "art that never stops",
-                imported(_SPLIT_ATTENTION),
-                lambda loaded, inputs: calls.stopping(loaded, inputs, IN_VAIN),
-                checks.dense,
-                traffic.dense,
-            ),
-            Provider(
-                "art, endless patience",
-                imported(_SPLIT_ATTENTION),
-                lambda loaded, inputs: calls.stopping(loaded, inputs, ENDLESS),
-                checks.dense,
-                traffic.dense,
-            ),
-            _NOT_ROUTED,
-            _DENSE_FLASH_ATTENTION,
-        ),
-    ),
-    "write": Op(
-        Workload.decode_inputs,
-        (
-            Provider(
-                "unique",
-                imported(_WRITE_CACHE),
-                lambda loaded, inputs: calls.write(loaded[0], inputs),
-                checks.written,
-                traffic.write,
-            ),
-            Provider(
-                "vLLM, without statistics",
-                imported("vllm._custom_ops:reshape_and_cache_flash"),
-                rivals.vllm_write,
-                checks.copied,
-                traffic.copy,
-            ),
-        ),
-    ),
-    "pieces": Op(
-        Workload.decode_inputs,
-        (
-            Provider("unique", imported(_SPARSE_DECODE), calls.fused, checks.sparse_decode, traffic.sparse),
-            Provider(
-                "in pieces",
-                imported("sparse_kernels.sparse_decode.cuda:decode_in_pieces"),
-                calls.in_pieces,
-                checks.sparse_decode,
-                traffic.sparse,
-            ),
-            _DENSE_FLASH_ATTENTION,
+            _FLASH_ATTENTION,
         ),
     ),
     "budgets": Op(
         Workload.decode_inputs,
         tuple(
-            Provider(
-                name,
-                imported(_SPARSE_DECODE),
-                partial(calls.budgets, most_pages=most),
-                checks.sparse_decode,
-                traffic.sparse,
-            )
-            for name, most in (("unique", MAX_K), ("unique, room for no more", 1), ("unique, one for all", None))
+            Provider(name, _LOAD_DECODE, partial(budgets, most_pages=most), checks.sparse_decode)
+            for name, most in (("unique", MAX_K), ("unique, one for all", None))
         ),
     ),
     "whole": Op(
         Workload.decode_inputs,
         (
-            Provider("unique", imported(_SPARSE_DECODE), calls.whole, checks.dense, traffic.dense),
-            _TOGETHER,
-            _DENSE_FLASH_ATTENTION,
+            Provider("unique", _LOAD_DECODE, whole, checks.dense),
+            Provider(
+                "multi_token_decode",
+                imported("sparse_kernels.multi_token_decode:multi_token_decode"),
+                together,
+                checks.dense,
+            ),
+            _FLASH_ATTENTION,
         ),
     ),
-    "verify": Op(
-        Workload.verify_inputs,
+    "prefill": Op(
+        Workload.prefill_inputs,
+        (_sparse_prefill(prefill.DENSITY), _FLASH_ATTENTION_PREFILL, _sparse_prefill(prefill.SPARSER)),
+    ),
+    "tokens": Op(
+        Workload.prefill_inputs,
         (
-            replace(_TOGETHER, name="unique"),
-            _DENSE_FLASH_ATTENTION,
+            *(
+                Provider(
+                    name,
+                    token_prefill.load_attention,
+                    partial(token_prefill.whole, rule=rule),
+                    partial(token_prefill.check_whole, rule=rule),
+                )
+                for name, rule in (("zipvl", token_prefill.ALL_ATTEND), ("zipvl_paper", token_prefill.PUBLISHED))
+            ),
+            _FLASH_ATTENTION_PREFILL,
+            Provider("part: probe", token_prefill.load_kernels, token_prefill.probing, token_prefill.check_sums),
+            Provider("part: choice", token_prefill.load_kernels, token_prefill.choosing, token_prefill.check_choice),
         ),
     ),
-    "prefill": Op(Workload.prefill_inputs, _PREFILL),
-    "tokens": Op(Workload.prefill_inputs, _TOKEN_PREFILL),
 }
 """Every operation and its providers."""

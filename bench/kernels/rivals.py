@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from bench.kernels import prefill
-from bench.kernels.calls import Call, imported
 from bench.kernels.cases import Geometry
 from bench.kernels.workload import DecodeInputs, TopKInputs
 
@@ -17,22 +16,16 @@ _NUM_SPLITS = 32
 _FLASHINFER_WORKSPACE = 512 << 20
 
 
-def _attention_caches(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, as vLLM passes them to its kernels."""
-    keys, values = inputs.token_rows.transpose(1, 2).split(inputs.geometry.head_size, dim=-1)
-    return keys, values
+Call = Callable[[], Any]
 
 
-def vllm_write(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """vLLM's write of keys and values."""
-    (reshape_and_cache,) = loaded
-    keys, values = _attention_caches(inputs)
-    one = torch.ones((), dtype=torch.float32, device=keys.device)
+def imported(*names: str) -> Callable[[], list[Any]]:
+    """A loader of `module:attribute` names."""
 
-    def call() -> None:
-        reshape_and_cache(inputs.new_keys, inputs.new_values, keys, values, inputs.slots, "auto", one, one)
+    def load() -> list[Any]:
+        return [getattr(import_module(module), name) for module, _, name in (each.partition(":") for each in names)]
 
-    return call
+    return load
 
 
 def load_flash_attention() -> list[Any]:
@@ -44,20 +37,20 @@ def load_flash_attention() -> list[Any]:
     return loaded
 
 
-def flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[int]) -> Call:
+def flash_attention(loaded: list[Any], inputs: DecodeInputs) -> Call:
     """The call of vLLM's FLASH_ATTN backend in a decode step under full CUDA graphs.
 
     The schedule is made outside, as vLLM makes it once per step for all layers.
     """
     attention, get_scheduler_metadata = loaded
-    geometry, case, query = inputs.geometry, inputs.case, inputs.query
-    keys, values = _attention_caches(inputs)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=query.device)
-    starts = case.tokens * torch.arange(case.batch + 1, dtype=torch.int32, device=query.device)
+    geometry, case, query, seq_lens = inputs.geometry, inputs.case, inputs.query, inputs.seq_lens
+    # `[num_blocks, block_size, num_kv_heads, head_size]`, as vLLM passes them.
+    keys, values = inputs.token_rows.transpose(1, 2).split(geometry.head_size, dim=-1)
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=query.device)
     schedule = get_scheduler_metadata(
         batch_size=case.batch,
-        max_seqlen_q=case.tokens,
-        max_seqlen_k=max(lengths),
+        max_seqlen_q=1,
+        max_seqlen_k=max(inputs.lengths),
         num_heads_q=query.shape[1],
         num_heads_kv=geometry.num_kv_heads,
         headdim=geometry.head_size,
@@ -79,9 +72,9 @@ def flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[i
             v=values,
             out=out,
             cu_seqlens_q=starts,
-            max_seqlen_q=case.tokens,
+            max_seqlen_q=1,
             seqused_k=seq_lens,
-            max_seqlen_k=max(lengths),
+            max_seqlen_k=max(inputs.lengths),
             softmax_scale=geometry.scale,
             causal=True,
             alibi_slopes=None,
@@ -98,12 +91,6 @@ def flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[i
         return out
 
     return call
-
-
-def load_sparse_prefill() -> list[Any]:
-    """Attention over virtual sequences. Imports the kernels now instead of in the first case."""
-    prefill.load_kernels()
-    return load_flash_attention()
 
 
 def load_flashinfer_decode() -> Any:
@@ -151,21 +138,15 @@ def flashinfer_decode(loaded: Any, inputs: DecodeInputs) -> Call:
 
 
 def load_flashinfer_topk() -> list[Any]:
-    """`top_k` and `top_k_page_table_transform`. Builds or loads their module now instead of in the first case."""
+    """`top_k_page_table_transform`. Builds or loads its module now instead of in the first case."""
     (get_module,) = imported("flashinfer.topk:get_topk_module")()
     get_module()
-    return imported("flashinfer:top_k", "flashinfer.topk:top_k_page_table_transform")()
+    return imported("flashinfer.topk:top_k_page_table_transform")()
 
 
 def flashinfer_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
-    """The best scores of each row."""
-    top_k, k = loaded[0], inputs.geometry.k
-    return lambda: top_k(inputs.rows, k)[1]
-
-
-def flashinfer_mapped(loaded: list[Any], inputs: TopKInputs) -> Call:
-    """The same, mapped to pages by the block table."""
-    transform, geometry = loaded[1], inputs.geometry
+    """The best scores of each row, mapped to pages by the block table."""
+    (transform,), geometry = loaded, inputs.geometry
     rows, heads = inputs.rows, geometry.num_kv_heads
     lengths = inputs.num_pages.repeat_interleave(heads)
     tokens = torch.arange(len(inputs.num_pages), dtype=torch.int32, device=rows.device).repeat_interleave(heads)

@@ -1,19 +1,20 @@
-"""Checks and times every case. Each provider gets one row for any outcome."""
+"""Checks and times every case, and prints tables. Each provider gets one row for any outcome."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from bench.common.results import Row
-from bench.kernels.cases import Case, TopKCase
+from bench.common.console import print_beside
+from bench.common.results import Row, Run
+from bench.kernels.cases import Case
 from bench.kernels.checks import CheckError, poison, poisoned_allocations
 from bench.kernels.providers import Op, Provider
-from bench.kernels.timing import Timer, Timing
+from bench.kernels.timing import Timer
 from bench.kernels.workload import Workload
 
 MEASURED = "measured"
@@ -26,10 +27,6 @@ FAILED = "failed"
 LEFT_OUT = "left out"
 """There was no time, or no memory, for the case."""
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/([\w.+-]+)")
-
-
-class DeviceLostError(Exception):
-    """The device no longer works; nothing more can be measured."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -46,7 +43,6 @@ class Runner:
         ops: Mapping[str, Op[Any]],
         workload: Workload,
         timer: Timer,
-        bandwidth: float,
         emit: Callable[[Row], None],
         seconds_left: Callable[[], float],
     ) -> None:
@@ -56,64 +52,36 @@ class Runner:
             ops: the providers of each operation.
             workload: makes the inputs of cases.
             timer: times calls.
-            bandwidth: bytes per second, the reference of shares.
             emit: takes each row as soon as it is known.
             seconds_left: time until the run has to stop.
         """
-        self._ops = ops
-        self._workload = workload
-        self._timer = timer
-        self._bandwidth = bandwidth
-        self._emit = emit
-        self._seconds_left = seconds_left
+        self._ops, self._workload, self._timer = ops, workload, timer
+        self._emit, self._seconds_left = emit, seconds_left
         self._loaded: dict[Callable[[], Any], tuple[Any, str | None]] = {}
 
     def run(self, plan: Sequence[tuple[str, Case]]) -> list[Row]:
         """Measures the cases that fit time and memory. The others are recorded as left out."""
         rows: list[Row] = []
-        lost: str | None = None
         for op_name, case in plan:
-            if lost is None and self._seconds_left() > 0 and self._workload.fits(case):
-                try:
-                    found = self._measure(op_name, case)
-                except DeviceLostError as error:
-                    lost = f"the device failed: {error}"
-                    found = self._fill(op_name, case, FAILED, lost)
+            reason = None if self._seconds_left() > 0 else "the time limit was reached"
+            if not self._workload.fits(case):
+                reason = "its cache is larger than the free memory of the device"
+            if reason is None:
+                found = self._measure(op_name, case)
             else:
-                found = self._fill(op_name, case, LEFT_OUT, lost or self._why_left_out(case))
+                left_out = {"status": LEFT_OUT, "reason": reason}
+                found = [_head(op_name, provider, case) | left_out for provider in self._ops[op_name].providers]
             for row in found:
                 self._emit(row)
             rows += found
         return rows
-
-    def _why_left_out(self, case: Case) -> str:
-        if self._workload.fits(case):
-            return "the time limit was reached"
-        assert not isinstance(case, TopKCase)
-        return f"its cache takes {self._workload.cache_bytes(case) / 1e9:.1f} GB, more than the device has free"
-
-    def _fill(self, op_name: str, case: Case, status: str, reason: str) -> list[Row]:
-        """Returns one complete row for each provider of a case that was not measured."""
-        return [
-            {**self._head(op_name, provider, case), "status": status, "reason": reason}
-            for provider in self._ops[op_name].providers
-        ]
-
-    def _head(self, op_name: str, provider: Provider[Any], case: Case) -> Row:
-        return {
-            "op": op_name,
-            "provider": provider.name,
-            "case": case.fields(),
-            "case_name": case.name,
-            "bytes": provider.traffic(case, self._workload.geometry),
-        }
 
     def _measure(self, op_name: str, case: Case) -> list[Row]:
         op = self._ops[op_name]
         inputs = op.inputs(self._workload, case)
         rows, recordings = [], {}
         for provider in op.providers:
-            row = self._head(op_name, provider, case)
+            row = _head(op_name, provider, case)
             rows.append(row)
             loaded, reason = self._load(provider)
             if reason is not None:
@@ -128,14 +96,9 @@ class Runner:
                 row.update(status=WRONG, reason=str(error))
             except Exception as error:  # a kernel that cannot run this case must not end the run
                 row.update(status=FAILED, reason=reason_of(error))
-                self._require_device(error)
-        try:
-            timings = self._timer.measure(recordings) if recordings else {}
-        except RuntimeError as error:
-            raise DeviceLostError(reason_of(error)) from error
+        times = self._timer.measure(recordings) if recordings else {}
         for row in rows:
-            if row["status"] == MEASURED:
-                row.update(self._result(row["bytes"], timings[row["provider"]]))
+            row.update(times.get(row["provider"], {}))
         _add_speed_ups(rows, op.subject)
         return rows
 
@@ -165,21 +128,9 @@ class Runner:
         provider.check(inputs, {"call": poisoned, "replayed graph": replayed})
         return recording
 
-    def _require_device(self, error: Exception) -> None:
-        """Errors inside kernels leave the device unusable; all others pass."""
-        if self._workload.device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self._workload.device)
-        except RuntimeError:
-            raise DeviceLostError(reason_of(error)) from error
 
-    def _result(self, num_bytes: int, timing: Timing) -> Row:
-        shares = {
-            kind: round(num_bytes / (spread.median_us * 1e-6) / self._bandwidth, 4)
-            for kind, spread in (("cold", timing.cold), ("warm", timing.warm))
-        }
-        return {**timing.fields(), "share_of_read_bandwidth": shares}
+def _head(op_name: str, provider: Provider[Any], case: Case) -> Row:
+    return {"op": op_name, "provider": provider.name, "case": asdict(case), "case_name": case.name}
 
 
 def _add_speed_ups(rows: list[Row], subject_name: str) -> None:
@@ -198,3 +149,18 @@ def is_broken(row: Row, ops: Mapping[str, Op[Any]]) -> bool:
     if row["status"] in (WRONG, FAILED):
         return True
     return bool(row["status"] == UNAVAILABLE and row["provider"] == ops[row["op"]].subject)
+
+
+def print_results(run: Run) -> None:
+    """Prints a table for each operation, and the cases without a result."""
+    for op in dict.fromkeys(row["op"] for row in run.rows):
+        rows = [row for row in run.rows if row["op"] == op]
+        form = "{cold[median_us]:.1f} / {warm[median_us]:.1f}"
+        print_beside(rows, ["op", "case_name"], "provider", "cold.median_us", form)
+    floor = [run.about["launch_floor"][kind]["median_us"] for kind in ("cold", "warm")]
+    print(f"Microseconds, cold / warm. {run.machine}: nothing takes {floor[0]:.1f} / {floor[1]:.1f}.")
+    reasons = Counter(
+        f"{row['status']}, {row['provider']}: {row['reason']}" for row in run.rows if row["status"] != MEASURED
+    )
+    for reason, count in reasons.items():
+        print(f"{count} rows {reason}")

@@ -4,13 +4,13 @@ it in one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from bench.common.results import spread
+from bench.common.results import Row, spread
 
 COLD_REPEATS = 40
 WARM_REPEATS = 20
@@ -19,56 +19,14 @@ _WARM_US = 2000.0
 """Target time of a warm graph. The overhead of a graph is small compared with this."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Microseconds over repeats."""
-
-    median_us: float
-    p20_us: float
-    p80_us: float
-    repeats: int
-
-    @classmethod
-    def of(cls, microseconds: Sequence[float]) -> Spread:
-        """Summary of measured times."""
-        median, low, high = spread(microseconds)
-        return cls(median_us=median, p20_us=low, p80_us=high, repeats=len(microseconds))
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Both times of a call."""
-
-    cold: Spread
-    warm: Spread
-    warm_copies: int
-    """Calls in the graph of the warm time. The time is divided by this."""
-
-    def fields(self) -> dict[str, Any]:
-        """The columns of the times in result files."""
-        return {"cold": asdict(self.cold), "warm": {**asdict(self.warm), "copies": self.warm_copies}}
-
-
-class Recording(Protocol):
-    """A call that is ready to be timed."""
-
-    def replay(self) -> Any:
-        """Runs the call once, exactly as it is timed, and returns its output."""
-
-
 class Timer(Protocol):
     """An object that times calls."""
 
-    def record(self, call: Callable[[], Any]) -> Recording:
-        """Warm a call up and prepare it. Errors of the call pass through."""
+    def record(self, call: Callable[[], Any]) -> Any:
+        """Warm a call up and prepare it; `replay` of the result runs it once. Errors of the call pass through."""
 
-    def measure(self, recordings: Mapping[str, Any]) -> dict[str, Timing]:
-        """Times recorded calls in turns."""
-
-
-def warm_copies(microseconds: float) -> int:
-    """Copies of a call in its warm graph."""
-    return max(1, min(_WARM_COPIES, int(_WARM_US / max(microseconds, 0.1))))
+    def measure(self, recordings: Mapping[str, Any]) -> dict[str, Row]:
+        """Times recorded calls in turns; returns the columns `cold` and `warm` of each."""
 
 
 @dataclass
@@ -83,7 +41,7 @@ class GraphRecording:
     """Keeps alive what the graphs point to: workspaces, schedules."""
 
     def replay(self) -> Any:
-        """Replays the graph of one call."""
+        """Runs the call once, exactly as it is timed, and returns its output."""
         self.single.replay()
         return self.output
 
@@ -123,36 +81,27 @@ class GraphTimer:
                 call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         single, output = self._capture(call, 1)
-        copies = warm_copies(min(self._elapsed(single.replay) for _ in range(3)))
+        microseconds = min(self._times({"": single}, 3, sweep=False)[""])
+        copies = max(1, min(_WARM_COPIES, int(_WARM_US / max(microseconds, 0.1))))
         many, _ = self._capture(call, copies)
         many.replay()
         torch.cuda.synchronize(self.device)
         return GraphRecording(single, output, many, copies, call)
 
-    def _elapsed(self, work: Callable[[], Any]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return 1e3 * float(begin.elapsed_time(end))
-
-    def measure(self, recordings: Mapping[str, GraphRecording]) -> dict[str, Timing]:
+    def measure(self, recordings: Mapping[str, GraphRecording]) -> dict[str, Row]:
         """See `Timer`."""
-        cold = self._take_turns({name: each.single for name, each in recordings.items()}, COLD_REPEATS, sweep=True)
-        warm = self._take_turns({name: each.many for name, each in recordings.items()}, WARM_REPEATS, sweep=False)
+        cold = self._times({name: each.single for name, each in recordings.items()}, COLD_REPEATS, sweep=True)
+        warm = self._times({name: each.many for name, each in recordings.items()}, WARM_REPEATS, sweep=False)
         return {
-            name: Timing(
-                cold=Spread.of(cold[name]),
-                warm=Spread.of([total / each.copies for total in warm[name]]),
-                warm_copies=each.copies,
-            )
+            name: {
+                "cold": _spread(cold[name]),
+                "warm": _spread([total / each.copies for total in warm[name]]) | {"copies": each.copies},
+            }
             for name, each in recordings.items()
         }
 
-    def _take_turns(
-        self, graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, sweep: bool
-    ) -> dict[str, list[float]]:
+    def _times(self, graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, sweep: bool) -> dict[str, list[float]]:
+        """Microseconds of graphs that take turns."""
         events = {
             name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
             for name in graphs
@@ -160,18 +109,20 @@ class GraphTimer:
         for repeat in range(repeats):
             for name, graph in graphs.items():
                 begin, end = events[name][repeat]
-                if sweep:
-                    # This takes the device longer than the host needs to queue the rest, so the graph never waits for
-                    # the host between its events.
-                    self._sweep.replay()
-                else:
-                    graph.replay()
+                # This takes the device longer than the host needs to queue the rest, so the graph never waits for the
+                # host between its events.
+                (self._sweep if sweep else graph).replay()
                 begin.record()
                 graph.replay()
                 end.record()
         torch.cuda.synchronize(self.device)
         return {name: [1e3 * begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()}
 
-    def launch_floor(self) -> Timing:
+    def launch_floor(self) -> Row:
         """Times of a nearly empty graph: the part of a cold time that is launch and events."""
         return self.measure({"nothing": self.record(lambda: self._total.add_(1))})["nothing"]
+
+
+def _spread(microseconds: list[float]) -> Row:
+    median, low, high = spread(microseconds)
+    return {"median_us": median, "p20_us": low, "p80_us": high, "repeats": len(microseconds)}

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
-from sparse_kernels.batch import PrefillBatch
 from sparse_kernels.token_prefill import (
     KeptTokens,
     ListedAttention,
@@ -29,8 +28,8 @@ from sparse_kernels.token_prefill import (
 from sparse_kernels.token_prefill.reference import attend_all, attend_kept, column_sums
 from sparse_kernels.token_prefill.tokens import choose_tokens
 
-from bench.kernels.calls import imported
 from bench.kernels.checks import Calls, CheckError, require_close
+from bench.kernels.rivals import Call, imported
 from bench.kernels.workload import PrefillInputs
 
 KEPT = 0.421
@@ -60,17 +59,12 @@ class Parts:
     """The parts of a prefill. An engine draws the probe rows once per step, and its layers share the scratch."""
 
     inputs: PrefillInputs
-    rule: TokenRule
-
-    @cached_property
-    def batch(self) -> PrefillBatch:
-        """The prompt with its queries."""
-        return self.inputs.batch
+    rule: TokenRule = ALL_ATTEND
 
     @cached_property
     def probes(self) -> torch.Tensor:
         """The probe rows."""
-        return draw_probes(self.batch, self.rule)
+        return draw_probes(self.inputs.batch, self.rule)
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -81,32 +75,21 @@ class Parts:
 
     def sums(self) -> torch.Tensor:
         """Attention of the probe rows on each token, in the scratch."""
+        inputs = self.inputs
         found: torch.Tensor = load_kernels().launch_sums(
-            self.batch, self.inputs.cache, self.inputs.softmax, self.probes, self.scratch
+            inputs.batch, inputs.cache, inputs.softmax, self.probes, self.scratch
         )
         return found
 
     def choose(self, sums: torch.Tensor) -> KeptTokens:
         """The important tokens."""
-        return choose_tokens(sums, self.probes, self.batch, self.rule)
-
-    def reference(self) -> torch.Tensor:
-        """`[chunk, num_query_heads, head_size]` float32, the attention over the tokens that the kernels choose."""
-        inputs, kept = self.inputs, self.choose(self.sums())
-        output = torch.zeros(inputs.query.shape, device=inputs.query.device)
-        if self.rule.others == "attend":
-            attend_all(self.batch, inputs.cache, inputs.softmax, kept, self.rule, output)
-        else:
-            attend_kept(self.batch, inputs.cache, inputs.softmax, kept, output)
-        return output
+        return choose_tokens(sums, self.probes, self.inputs.batch, self.rule)
 
 
-def whole(
-    attend: Callable[[ListedAttention], None], inputs: PrefillInputs, rule: TokenRule
-) -> Callable[[], torch.Tensor]:
+def whole(attend: Callable[[ListedAttention], None], inputs: PrefillInputs, rule: TokenRule) -> Call:
     """A prefill as the backends call it."""
-    parts = Parts(inputs, rule)
-    batch, probes, scratch = parts.batch, parts.probes, parts.scratch
+    parts, batch = Parts(inputs, rule), inputs.batch
+    probes, scratch = parts.probes, parts.scratch
 
     def call() -> torch.Tensor:
         output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
@@ -116,21 +99,26 @@ def whole(
     return call
 
 
-def probing(inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
+def probing(_: Any, inputs: PrefillInputs) -> Call:
     """Sums of the probe rows' attention."""
-    return Parts(inputs, ALL_ATTEND).sums
+    return Parts(inputs).sums
 
 
-def choosing(inputs: PrefillInputs) -> Callable[[], KeptTokens]:
+def choosing(_: Any, inputs: PrefillInputs) -> Call:
     """The choice by sums."""
-    parts = Parts(inputs, ALL_ATTEND)
+    parts = Parts(inputs)
     sums = parts.sums()
     return lambda: parts.choose(sums)
 
 
 def check_whole(inputs: PrefillInputs, calls: Calls, rule: TokenRule) -> None:
-    """Outputs are those of the reference; the published form has zeros at the same tokens."""
-    expected = Parts(inputs, rule).reference()
+    """Outputs are the reference's attention over the tokens that the kernels choose; others are zero as published."""
+    parts, expected = Parts(inputs, rule), torch.zeros(inputs.query.shape, device=inputs.query.device)
+    kept = parts.choose(parts.sums())
+    if rule.others == "attend":
+        attend_all(inputs.batch, inputs.cache, inputs.softmax, kept, rule, expected)
+    else:
+        attend_kept(inputs.batch, inputs.cache, inputs.softmax, kept, expected)
     some = expected.ne(0).any(dim=-1).any(dim=-1)
     for name, call in calls.items():
         output = call()
@@ -141,8 +129,7 @@ def check_whole(inputs: PrefillInputs, calls: Calls, rule: TokenRule) -> None:
 
 def check_sums(inputs: PrefillInputs, calls: Calls) -> None:
     """Sums equal the reference's up to rounding."""
-    parts = Parts(inputs, ALL_ATTEND)
-    expected = column_sums(parts.batch, inputs.cache, inputs.softmax, parts.probes)
+    expected = column_sums(inputs.batch, inputs.cache, inputs.softmax, Parts(inputs).probes)
     for name, call in calls.items():
         error = (call() - expected).abs().max() / expected.max()
         if not bool(error <= _SUM_ERROR):
@@ -151,8 +138,7 @@ def check_sums(inputs: PrefillInputs, calls: Calls) -> None:
 
 def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
     """Every token that is kept for its attention has at least that of every token that is not."""
-    parts = Parts(inputs, ALL_ATTEND)
-    tokens = inputs.case.context
+    parts, tokens = Parts(inputs), inputs.case.context
     normalised = parts.sums()[0, :tokens] / rows_that_see(parts.probes, tokens)[0]
     wanted = math.ceil(KEPT * tokens)
     for name, call in calls.items():

@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
-from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
-from bench.kernels.cases import CacheCase, Case, DecodeCase, Geometry, PrefillCase, Statistics, TopKCase
+from bench.kernels.cases import Case, DecodeCase, Geometry, PrefillCase, Statistics, TopKCase
 
 _FILL_BLOCKS = 1024
 """Blocks filled at a time. Computing their statistics takes a few hundred megabytes."""
@@ -43,15 +41,13 @@ class DecodeInputs:
     seq_lens: torch.Tensor
     """`[batch]` int32, the new token included."""
     query: torch.Tensor
-    """`[batch * tokens, num_query_heads, head_size]` bfloat16, the tokens of a request one after the other."""
+    """`[batch, num_query_heads, head_size]` bfloat16."""
     new_keys: torch.Tensor
     """`[batch, num_kv_heads, head_size]`: equal to the cache's contents at the new token's slot, so that repeated
     writes leave the cache unchanged."""
     new_values: torch.Tensor
     slots: torch.Tensor
     """`[batch]` int64, where the new tokens lie."""
-    pages: torch.Tensor
-    """`[batch, num_kv_heads, k]` int32, a random selection: distinct complete pages, ascending, -1 for none."""
 
     @property
     def cache(self) -> KVCache:
@@ -62,11 +58,6 @@ class DecodeInputs:
     def batch(self) -> DecodeBatch:
         """The requests that decode."""
         return DecodeBatch(self.query, self.block_table, self.seq_lens)
-
-    @property
-    def tokens(self) -> QueryTokens:
-        """The same query tokens, for operations that take single tokens."""
-        return QueryTokens(self.grouped_query, self.block_table, self.seq_lens)
 
     @property
     def softmax(self) -> Softmax:
@@ -80,21 +71,8 @@ class DecodeInputs:
 
     @property
     def grouped_query(self) -> torch.Tensor:
-        """`[batch * tokens, num_kv_heads, group, head_size]`."""
+        """`[batch, num_kv_heads, group, head_size]`."""
         return self.query.view(len(self.query), self.geometry.num_kv_heads, self.case.group, -1)
-
-    @property
-    def group_scores(self) -> torch.Tensor:
-        """Routing scores of each KV group, `[batch, num_kv_heads]` float32."""
-        return score_groups(self.grouped_query, self.keys, self.block_table[:, 0], GROUP_SCORES.index("mean"))
-
-    def routing(self, skipped_groups: int) -> GroupRouting:
-        """Routing whose threshold skips `skipped_groups` of the groups."""
-        scores = self.group_scores.flatten().sort(descending=True).values
-        around = torch.cat([scores[:1] + 1, scores, scores[-1:] - 1])[skipped_groups : skipped_groups + 2]
-        coefficients = torch.zeros(self.geometry.num_kv_heads, 4, device=scores.device)
-        coefficients[:, 0] = around.mean()
-        return GroupRouting(coefficients)
 
     @property
     def lengths(self) -> list[int]:
@@ -161,10 +139,6 @@ class Workload:
         self._format: Statistics | None = None
         self._order = torch.randperm(max_blocks, generator=self._generator, device=device).int()
 
-    def cache_bytes(self, case: CacheCase) -> int:
-        """Bytes of the blocks that a case takes."""
-        return case.blocks(self.geometry) * self.geometry.block_elements(case.format) * 2
-
     def fits(self, case: Case) -> bool:
         """Whether the cache holds the blocks of a case."""
         return isinstance(case, TopKCase) or case.blocks(self.geometry) <= self.max_blocks
@@ -201,7 +175,6 @@ class Workload:
             new_keys=new_keys,
             new_values=new_values,
             slots=blocks * geometry.block_size + offsets,
-            pages=self._random_pages(lengths // geometry.page_size),
         )
 
     def recent_inputs(self, case: DecodeCase) -> DecodeInputs:
@@ -214,12 +187,6 @@ class Workload:
         recent = torch.arange(self.geometry.num_kv_heads, device=self.device) % 4 != 3
         query = torch.where(recent[:, None, None], _RECENT_LENGTH * inputs.new_keys[:, :, None], inputs.grouped_query)
         return replace(inputs, query=query.flatten(1, 2).to(inputs.query.dtype))
-
-    def verify_inputs(self, case: DecodeCase) -> DecodeInputs:
-        """A step that verifies drafts: the newest tokens of each request are query tokens."""
-        heads, size = self.geometry.num_kv_heads * (case.group + 2), self.geometry.head_size
-        projected = self._normal(case.batch * case.tokens, heads, size)
-        return replace(self.decode_inputs(case), query=projected[:, : self.geometry.num_kv_heads * case.group])
 
     def prefill_inputs(self, case: PrefillCase) -> PrefillInputs:
         """Inputs of a step of a prompt; its blocks are scattered over the whole cache."""
@@ -258,16 +225,6 @@ class Workload:
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.bfloat16)
-
-    def _random_pages(self, num_pages: torch.Tensor) -> torch.Tensor:
-        geometry, width = self.geometry, int(num_pages.max())
-        shape = (len(num_pages), geometry.num_kv_heads, width)
-        noise = torch.rand(shape, generator=self._generator, device=self.device)
-        exists = torch.arange(width, device=self.device) < num_pages[:, None, None]
-        best = noise.masked_fill_(~exists, -1.0).topk(min(geometry.k, width), dim=-1)
-        pages = best.indices.masked_fill(best.values < 0, width).sort(dim=-1).values
-        pages = pages.masked_fill(pages == width, -1)
-        return torch.nn.functional.pad(pages, (0, geometry.k - pages.shape[-1]), value=-1).int()
 
     def _lay_out(self, statistics: Statistics) -> None:
         """Fills every block with random keys and values, and computes their statistics."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+
 from bench.common.children import unwind_on_termination
 from bench.common.options import make_app
-from bench.serving.decode import decode, decode_variant
-from bench.serving.lossless import lossless, lossless_variant
-from bench.serving.prefill import prefill, prefill_variant
+from bench.serving.decode import decode
+from bench.serving.lossless import lossless
+from bench.serving.prefill import prefill
 from bench.serving.serve import serve
+from bench.serving.variants import COMMAND, VariantSettings, measure_here
 from vllm_sparse_plugin.tools.arguments import run_app
 
 app = make_app("Speed of sparse and dense attention in vLLM.")
@@ -19,13 +23,16 @@ def _serving() -> None:
     unwind_on_termination()
 
 
-app.command()(decode)
-app.command(hidden=True)(decode_variant)
-app.command()(lossless)
-app.command(hidden=True)(lossless_variant)
-app.command()(prefill)
-app.command(hidden=True)(prefill_variant)
-app.command()(serve)
+@app.command(COMMAND, hidden=True)
+def measure(kind: str, settings: str, output: Path) -> None:
+    """Measure one variant in this process for another command."""
+    module, _, name = kind.partition(":")
+    found: type[VariantSettings] = getattr(import_module(module), name)
+    measure_here(found.model_validate_json(settings), output)
+
+
+for command in (decode, lossless, prefill, serve):
+    app.command()(command)
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from pydantic import BaseModel, ConfigDict
 
 from bench.common.models import Model, library_tokens, load_tokenizer
@@ -22,20 +23,10 @@ from vllm_sparse_plugin.requests.arguments import BUDGET, DENSE
 if TYPE_CHECKING:
     from vllm import LLM
 
-ALLOWED = "COUNTxCONTEXT, with :dense or :budget=TOKENS, joined by +"
+_ALLOWED = "COUNTxCONTEXT, with :dense or :budget=TOKENS, joined by +"
+Loads = Annotated[list[str], typer.Option("--load", help=f"{_ALLOWED}, repeatable.")]
 TAIL = 64
 """Last tokens of a prompt, which no other request has."""
-
-
-class Requests(BaseModel):
-    """Equal requests of a batch."""
-
-    model_config = ConfigDict(frozen=True)
-
-    count: int
-    context: int
-    arguments: dict[str, Any] = {}
-    """Arguments for a sparse backend."""
 
 
 class Batch(BaseModel):
@@ -44,8 +35,10 @@ class Batch(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    parts: tuple[Requests, ...]
-    """Requests by context, the longest first."""
+    contexts: tuple[int, ...]
+    """Tokens of each request, the longest first."""
+    arguments: tuple[dict[str, Any], ...]
+    """Arguments of each request for a sparse backend."""
 
     @property
     def count(self) -> int:
@@ -62,11 +55,6 @@ class Batch(BaseModel):
         """Tokens of all contexts."""
         return sum(self.contexts)
 
-    @property
-    def contexts(self) -> list[int]:
-        """The context of each request."""
-        return [part.context for part in self.parts for _ in range(part.count)]
-
 
 def parse_batches(texts: Iterable[str]) -> tuple[Batch, ...]:
     """Parse batches, without duplicates.
@@ -78,7 +66,7 @@ def parse_batches(texts: Iterable[str]) -> tuple[Batch, ...]:
 
 
 def _parse(text: str) -> Batch:
-    parts = []
+    requests: list[tuple[int, dict[str, Any]]] = []
     for part in text.split("+"):
         shape, _, argument = part.partition(":")
         count, _, context = shape.partition("x")
@@ -91,10 +79,12 @@ def _parse(text: str) -> Batch:
                 arguments = {BUDGET: parse_size(value)}
             elif argument:
                 raise ValueError(f"{argument!r} is not an argument")
-            parts.append(Requests(count=parse_size(count), context=parse_size(context), arguments=arguments))
+            requests += [(parse_size(context), arguments)] * parse_size(count)
         except ValueError:
-            raise ConfigurationError(f"load: got {text!r}, allowed: {ALLOWED}") from None
-    return Batch(name=text, parts=tuple(sorted(parts, key=lambda part: -part.context)))
+            raise ConfigurationError(f"load: got {text!r}, allowed: {_ALLOWED}") from None
+    requests.sort(key=lambda request: -request[0])
+    contexts, of_requests = zip(*requests, strict=True)
+    return Batch(name=text, contexts=contexts, arguments=of_requests)
 
 
 def check_batches(batches: Iterable[Batch], new_tokens: int, limit: int) -> None:
@@ -123,8 +113,9 @@ class Prompt:
         return TokensPrompt(prompt_token_ids=self.tokens, cache_salt=self.salt)
 
 
-def draw_text(model: Model, tokens: int, requests: int) -> tuple[list[int], list[list[int]]]:
-    """Return the tokens of a text, and the last tokens of each request."""
+def draw_text(model: Model, batches: Sequence[Batch]) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens of a text, as long as the longest context, and the last tokens of each request."""
+    tokens, requests = max(each.longest for each in batches), max(each.count for each in batches)
     text = library_tokens(load_tokenizer(model.folder), 0, tokens + TAIL * requests)
     return text[:tokens], [text[tokens + TAIL * i : tokens + TAIL * (i + 1)] for i in range(requests)]
 
@@ -158,13 +149,12 @@ class Runner:
         """Generate that many tokens for each prompt; return vLLM's outputs."""
         from vllm import SamplingParams
 
-        arguments = [part.arguments for part in batch.parts for _ in range(part.count)]
         sampling = [
             SamplingParams(
                 temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
                 extra_args=dict(each) if self._sparse and each else None,
             )
-            for each in arguments[: len(prompts)]
+            for each in batch.arguments[: len(prompts)]
         ]  # fmt: skip
         outputs: list[Any] = self._llm.generate([each.for_vllm() for each in prompts], sampling, use_tqdm=False)
         return outputs
@@ -188,35 +178,39 @@ class Runner:
         if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
             return False
         pool = scheduler.kv_cache_manager.block_pool
-        held: list[Any] = []
         copies: list[tuple[int, int]] = []
-
-        def cached(request: Any) -> list[Any]:
-            """The blocks of a request that are in the cache, from the first one on. They stay there until the end."""
-            found: list[Any] = []
-            for value in request.block_hashes:
-                if not (blocks := pool.get_cached_block(value, [0])):
-                    break
-                found += blocks
-            pool.touch(found)
-            held.extend(found)
-            return found
-
-        written = cached(self._request(prompts[0]))
+        written = self._cached_blocks(self._request(prompts[0]))
+        pool.touch(written)  # held until the end, like all others
+        held = list(written)
         for prompt in prompts[1:]:
             request = self._request(Prompt(prompt.tokens[:-TAIL], prompt.salt))
-            blocks = cached(request)
+            blocks = self._cached_blocks(request)
+            pool.touch(blocks)
+            held += blocks
             begin, end = len(blocks), min(len(request.block_hashes), len(written))
             if begin >= end:
                 continue
             new = pool.get_new_blocks(end - begin)
             copies += [(before.block_id, after.block_id) for before, after in zip(written[begin:end], new, strict=True)]
             pool.cache_full_blocks(request, blocks + new, begin, end, self.block_size, 0)
-            held.extend(new)
+            held += new
         if copies:
             self._llm.collective_rpc("copy_blocks", args=(copies,))
         pool.free_blocks(reversed(held))
         return True
+
+    def blocks_of(self, prompt: Prompt) -> list[int]:
+        """The numbers of the blocks that the prefix cache has of a prompt, from the first one on."""
+        return [block.block_id for block in self._cached_blocks(self._request(prompt))]
+
+    def _cached_blocks(self, request: Any) -> list[Any]:
+        pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        found: list[Any] = []
+        for value in request.block_hashes:
+            if not (blocks := pool.get_cached_block(value, [0])):
+                break
+            found += blocks
+        return found
 
     def _request(self, prompt: Prompt) -> Any:
         """A request as vLLM's scheduler sees it, with the hashes of its blocks."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,35 +25,25 @@ import typer
 from httpx import HTTPError
 from openai import OpenAI
 from rich.console import Console
-from rich.table import Table
 
-from bench.common.children import run_python
-from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, force_routing, parse_variants
+from bench.common import options
+from bench.common.children import python_path, run_python
+from bench.common.console import end_with, open_console, print_rows
+from bench.common.engine import DECODE_GRAPHS, Variant, WrongBackendError, force_routing, parse_variants
 from bench.common.metrics import metrics_text, read_metrics
 from bench.common.models import Model, open_model
-from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
-from bench.common.repeated import repeated
 from bench.common.results import ResultFile, Row, read_run
-from bench.common.servers import (
-    LOG_LINES,
-    AdditionalConfig,
-    ServedModel,
-    ServerArgument,
-    StartSeconds,
-    prepare_server,
-    server_settings,
-)
+from bench.common.worker import EXTENSION
 from bench.serving.variants import variant_columns
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 RANDOM = "random"
 SHARED_PREFIX = "shared_prefix"
-WORKLOADS = (RANDOM, SHARED_PREFIX)
-VARIANTS = ("flash_attn", "unique", "unique_prefill", "snapkv", "sinkrouter", "art", "zipvl_paper")
-LOADS = ("32K=1", "32K=8")
+WORKLOADS = [RANDOM, SHARED_PREFIX]
+VARIANTS = ["flash_attn", "unique", "unique_prefill", "snapkv", "sinkrouter", "art", "zipvl_paper"]
+LOADS = ["32K=1", "32K=8"]
 _METRICS = ("ttft", "tpot", "itl")
 _PERCENTILES = (90, 99)
 _SUFFIX_SHARE = 32
@@ -64,6 +54,13 @@ _ADDED_TOKENS = 16
 """Tokens that a tokenizer may add to a prompt of `vllm bench serve`. vLLM counts them."""
 _SAMPLE_SECONDS = 0.5
 """Interval between samples of a server's metrics."""
+_SHOWN = (
+    "workload", "concurrency", "variant", "ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99",
+    "output_tokens_per_second", "running_most",
+)  # fmt: skip
+"""Columns that are printed."""
+_LOG_LINES = 80
+"""Lines of a log that a failure shows."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +96,29 @@ class Load:
 
 
 def make_loads(
-    workloads: Sequence[str], clients: Sequence[ClientRow], output_tokens: int, waves: int, model: Model
+    workloads: Sequence[str], texts: Sequence[str], output_tokens: int, waves: int, longest: int
 ) -> list[Load]:
-    """Every workload with every number of clients, `waves` requests per client. Prompts leave room for an answer.
+    """Every workload with every `CONTEXT=REQUESTS`, `waves` requests per client. Prompts leave room for an answer.
 
     Raises:
-        ConfigurationError: if the model does not support a context.
+        ConfigurationError: if a text is something else, or `longest`, the model's longest context, is shorter.
     """
-    limit = int(model.config["max_position_embeddings"])
-    for each in clients:
-        if not _SHORTEST <= each.context <= limit:
+    clients = []
+    for text in dict.fromkeys(options.split_values(texts)):
+        context, _, requests = text.partition("=")
+        try:
+            clients.append((options.parse_size(context), options.parse_size(requests)))
+        except ValueError:
+            raise ConfigurationError(f"load: got {text!r}, allowed: CONTEXT=REQUESTS, such as 32K=32") from None
+        if not _SHORTEST <= clients[-1][0] <= longest:
             raise ConfigurationError(
-                f"load: got a context of {each.context} tokens, allowed: from {_SHORTEST} to the model's {limit}"
+                f"load: got a context of {clients[-1][0]} tokens, allowed: from {_SHORTEST} to the model's {longest}"
             )
-    longest = limit - output_tokens - _ADDED_TOKENS
-    pairs = [(name, each) for name in workloads for each in clients]
+    most = longest - output_tokens - _ADDED_TOKENS
+    pairs = [(name, *each) for name in workloads for each in clients]
     return [
-        Load(name, min(each.context, longest), output_tokens, each.requests, max(4, waves * each.requests), seed)
-        for seed, (name, each) in enumerate(pairs, start=1)
+        Load(name, min(context, most), output_tokens, requests, max(4, waves * requests), seed)
+        for seed, (name, context, requests) in enumerate(pairs, start=1)
     ]
 
 
@@ -152,52 +154,36 @@ def parse_result(result: dict[str, Any], load: Load) -> Row:
 
 @contextmanager
 def watch(client: OpenAI) -> Iterator[list[dict[str, float]]]:
-    """Yield a list that gets samples of a server's metrics: at first, at last, and repeatedly in between."""
+    """Yield a list that gets samples of a server's metrics: repeatedly, and at last."""
     looks: list[dict[str, float]] = []
+    over = threading.Event()
 
-    def look() -> bool:
-        try:
+    def look() -> None:
+        with suppress(HTTPError):  # the load reports the failure
             looks.append(read_metrics(metrics_text(client)))
-        except HTTPError:
-            return False  # the load reports the failure
-        return True
 
-    look()
-    with repeated(look, _SAMPLE_SECONDS):
+    def look_again() -> None:
+        while not over.wait(_SAMPLE_SECONDS):
+            look()
+
+    thread = threading.Thread(target=look_again, daemon=True)
+    thread.start()
+    try:
         yield looks
-    look()
-
-
-def watched_columns(looks: Sequence[dict[str, float]]) -> Row:
-    """The columns of samples of a server's metrics."""
-
-    def seen(name: str) -> list[float]:
-        return [metrics.get(f"vllm:{name}", 0.0) for metrics in looks]
-
-    preempted = seen("num_preemptions_total")
-    return {
-        "running_most": int(max(seen("num_requests_running"), default=0)),
-        "kv_cache_usage_most": round(max(seen("kv_cache_usage_perc"), default=0), 4),
-        "preemptions": int(preempted[-1] - preempted[0]) if preempted else 0,
-    }
+    finally:
+        over.set()
+        thread.join()
+        look()
 
 
 def serve(
-    output: Output,
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable. Default: {', '.join(VARIANTS)}."),
-    ] = None,
-    model: ServedModel = "llama-3.1-8b",
-    workload: Annotated[
-        list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable. Default: both.")
-    ] = None,
+    output: options.Output,
+    variant: options.Variants = VARIANTS,
+    model: options.ModelName = "llama-3.1-8b",
+    workload: Annotated[list[str], typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable.")] = WORKLOADS,
     load: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"CONTEXT=CONCURRENCY: clients with prompts of a context, repeatable. Default: {', '.join(LOADS)}."
-        ),
-    ] = None,
+        list[str], typer.Option(help="CONTEXT=CONCURRENCY: clients with prompts of a context, repeatable.")
+    ] = LOADS,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
     waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 2,
     cache_tokens: Annotated[
@@ -206,53 +192,75 @@ def serve(
     skip_ratio: Annotated[
         float, typer.Option(help="Share of the KV groups that `sinkrouter` skips, for any data.")
     ] = 0.5,
-    additional_config: AdditionalConfig = None,
-    server_argument: ServerArgument = None,
+    additional_config: options.AdditionalConfig = None,
+    server_argument: Annotated[
+        list[str] | None, typer.Option(help="Further argument of `vllm serve`, repeatable.")
+    ] = None,
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Start servers without torch.compile, with decode graphs only.")
     ] = False,
-    start_seconds: StartSeconds = 300,
-    time_limit: TimeLimit = 3600,
-    commit: Commit = None,
+    start_seconds: Annotated[float, typer.Option(min=1, help="Time limit of a server's start.")] = 300,
+    time_limit: options.TimeLimit = 3600,
+    commit: options.Commit = None,
 ) -> None:
     """Measure latency and throughput of a server for each variant; exit code 3 if a server fails."""
     end, console, failed = time.monotonic() + time_limit, open_console(), []
-    variants = parse_variants(variant or VARIANTS)
-    workloads = parse_names("workload", workload or WORKLOADS, WORKLOADS)
+    variants, workloads = parse_variants(variant), options.parse_names("workload", workload, WORKLOADS)
     with open_model(model) as opened:
-        loads = make_loads(workloads, parse_loads(load or LOADS), output_tokens, waves, opened)
-        longest = max(each.input_tokens for each in loads) + output_tokens + _ADDED_TOKENS
-        settings = []
+        loads = make_loads(workloads, load, output_tokens, waves, opened.longest)
+        gpu, settings = bool(describe_gpu()), []
         for each in variants:
             # Drawn weights have no thresholds that calibration could recommend.
             forced = force_routing(opened, additional_config, skip_ratio) if each.backend == "SINKROUTER" else None
-            config = forced or additional_config
-            server = server_settings(opened, each, longest, config, server_argument, start_seconds, not no_compile)
-            settings.append(_limit_cache(server, cache_tokens, opened, each))
+            more = [*(server_argument or ()), "--kv-cache-dtype", each.kv_cache_dtype]
+            if gpu and no_compile:
+                more += ["--compilation-config", json.dumps(DECODE_GRAPHS)]
+            # `collective_rpc` needs the development mode.
+            environment: dict[str, str | None] = {"PYTHONPATH": python_path(), "VLLM_SERVER_DEV_MODE": "1"}
+            if cache_tokens is not None:
+                # All variants get equal memory, which includes statistics. On a CPU a variable would have precedence.
+                memory = cache_tokens * opened.kv_bytes_per_token(each.kv_cache_dtype)
+                more += ["--kv-cache-memory-bytes", str(memory)]
+                environment["VLLM_CPU_KVCACHE_SPACE"] = None
+            server = ServerSettings(
+                opened.folder,
+                max(each.input_tokens for each in loads) + output_tokens + _ADDED_TOKENS,
+                each.backend,
+                each.additional_config(forced or additional_config),
+                (*more, "--worker-extension-cls", EXTENSION, *(["--load-format", "dummy"] * opened.drawn_weights)),
+                eager=not gpu,
+                environment=environment,
+                start_seconds=start_seconds,
+                log_lines=_LOG_LINES,
+            )
+            settings.append(server)
         with ResultFile(output, describe_run(opened.folder, commit)) as file:
             for each, server in zip(variants, settings, strict=True):
                 try:
                     for row in measure_loads(each, server, opened, loads, end, console):
                         file.write({**row, "cache_tokens": cache_tokens, "compiled": not no_compile})
                 except (ServerError, WrongBackendError, ChildProcessError) as error:
-                    print(f"error: {error}", file=sys.stderr)
-                    failed.append(each.name)
-    console.print(table(read_run(output).rows))
-    if failed:
-        raise typer.Exit(3)
+                    failed.append(str(error))
+    print_rows(read_run(output).rows, _SHOWN)
+    end_with(failed)
 
 
-def _limit_cache(server: ServerSettings, tokens: int | None, model: Model, variant: Variant) -> ServerSettings:
-    """Settings with a KV cache of this many tokens. All variants get equal memory, which includes statistics."""
-    if tokens is None:
-        return server
-    memory = tokens * model.kv_bytes_per_token(variant.kv_cache_dtype)
-    return replace(
-        server,
-        arguments=(*server.arguments, "--kv-cache-memory-bytes", str(memory)),
-        # On a CPU this variable would have precedence.
-        environment={**server.environment, "VLLM_CPU_KVCACHE_SPACE": None},
-    )
+def prepare_server(client: OpenAI, variant: Variant, model: Model) -> str:
+    """Draws the weights of a model without a checkpoint, and returns the attention backend of a server's layers.
+
+    Raises:
+        WrongBackendError: if vLLM chose another attention backend.
+    """
+    url = str(client.base_url).removesuffix("/v1/")
+
+    def call_workers(method: str) -> Any:
+        reply: Any = client.post(f"{url}/collective_rpc", cast_to=object, body={"method": method})
+        return reply["results"][0]
+
+    backend = variant.check_backends(call_workers("attention_backends"))
+    if model.drawn_weights:
+        call_workers("draw_weights")
+    return backend
 
 
 def measure_loads(
@@ -274,17 +282,11 @@ def measure_loads(
             with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
                 with watch(client) as looks:
                     columns = _run_bench(load, str(client.base_url).removesuffix("/v1/"), model, end)
-                columns |= watched_columns(looks)
-            yield {
-                **about,
-                "workload": load.workload,
-                "input_tokens": load.input_tokens,
-                "prefix_tokens": load.prefix_tokens,
-                "output_tokens": load.output_tokens,
-                "concurrency": load.concurrency,
-                "requests": load.requests,
-                **columns,
-            }
+                columns["running_most"] = int(
+                    max((each.get("vllm:num_requests_running", 0) for each in looks), default=0)
+                )
+            named = ("workload", "input_tokens", "prefix_tokens", "output_tokens", "concurrency", "requests")
+            yield {**about, **{name: getattr(load, name) for name in named}, **columns}
 
 
 def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
@@ -302,19 +304,7 @@ def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
         try:
             return parse_result(json.loads(result.read_text(encoding="utf-8")), load)
         except (OSError, ValueError) as error:
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
             raise ChildProcessError(
                 f"vllm bench serve, exit code {code}: {error}; the end of its log:\n{tail}"
             ) from None
-
-
-def table(rows: list[Row]) -> Table:
-    """Return one line for each load and variant."""
-    lines = Table("workload", "concurrency", "variant", title="Serving: milliseconds and tokens per second")
-    for heading in ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "output tokens/s", "at once"):
-        lines.add_column(heading, justify="right")
-    keys = ("ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99", "itl_ms_p99", "output_tokens_per_second")
-    for row in sorted(rows, key=lambda row: (row["workload"], row["concurrency"])):
-        cells = (f"{row[key]:.2f}" for key in keys)
-        lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells, str(row["running_most"]))
-    return lines

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import BaseModel, ConfigDict
-from rich.table import Table
 
 from bench.common.children import run_python
-from bench.common.console import open_console
-from bench.common.engine import Variant, exits_for_wrong_backend
+from bench.common.console import end_with
+from bench.common.engine import Variant
 from bench.common.models import Model, open_model
 from bench.common.results import ResultFile, Row, read_run
+from vllm_sparse_plugin.tools.provenance import describe_run
+
+COMMAND = "measure"
+"""The hidden command of the processes."""
+_SHOWN = ("load", "measurement", "context_tokens", "ms_per_token", "seconds_median", "skipped")
+"""Columns that are printed at once."""
 
 
 class VariantSettings(BaseModel):
@@ -29,63 +34,59 @@ class VariantSettings(BaseModel):
     """A shape or the folder of a model."""
     variant: str
     additional_config: str | None
+    engine_args: dict[str, Any]
+    """Arguments of `vllm.LLM`, above those of the measurement."""
     repeats: int
-    gpu_memory_utilization: float | None
-    """None for vLLM's default."""
-    output: str
-    """JSON lines file to append to."""
 
     @property
     def label(self) -> str:
         """The name in messages."""
         return self.variant
 
+    @abstractmethod
+    def measure(self, model: Model) -> Iterator[Row]:
+        """Measure in this process; yield the columns of each measurement."""
+
 
 def measure_variants(
-    command: str,
     all_settings: Sequence[VariantSettings],
-    about: Mapping[str, Any],
+    model: Model,
+    commit: str | None,
     output: Path,
-    seconds: Callable[[], float],
-    table: Callable[[list[Row]], Table],
-    forecast: str = "",
+    end: float,
+    show: Callable[[list[Row]], None],
 ) -> None:
     """Runs variants one after the other and shows their measurements; exit code 3 if one fails.
 
     Args:
-        command: of `python -m bench.serving`; measures one variant.
-        all_settings: its argument for each variant.
-        about: describes the run.
+        all_settings: of each variant; they say how it is measured.
+        model: that is measured.
+        commit: recorded if the checkout has no history.
         output: the result file.
-        seconds: returns the time limit of the next variant.
-        table: makes the table of all rows.
-        forecast: a line about the expected time, to print at first.
+        end: latest end on `time.monotonic`.
+        show: prints all rows.
     """
     failed = []
-    with ResultFile(output, about):
-        print(forecast, end="\n" if forecast else "", flush=True)
+    with ResultFile(output, describe_run(model.folder, commit)):
+        pass
     for settings in all_settings:
-        code = run_python("bench.serving", [command, settings.model_dump_json()], seconds())
+        kind = f"{type(settings).__module__}:{type(settings).__name__}"
+        arguments = [COMMAND, kind, settings.model_dump_json(), str(output.absolute())]
+        code = run_python("bench.serving", arguments, end - time.monotonic())
         if code != 0:
             ending = "was not done by the deadline" if code is None else f"ended with exit code {code}"
             failed.append(f"{settings.label} {ending}")
-    console = open_console()
-    console.print(table(read_run(output).rows))
-    for sentence in failed:
-        console.print(f"error: {sentence}")
-    if failed:
-        raise typer.Exit(3)
+    show(read_run(output).rows)
+    end_with(failed)
 
 
-@contextmanager
-def open_variant(settings: VariantSettings) -> Iterator[tuple[Model, ResultFile]]:
-    """Yields the model and the result file of a variant's process."""
-    with (
-        exits_for_wrong_backend(),
-        open_model(settings.model) as model,
-        ResultFile(Path(settings.output)) as file,
-    ):
-        yield model, file
+def measure_here(settings: VariantSettings, output: Path) -> None:
+    """Measures a variant in this process and appends its rows to the result file."""
+    with open_model(settings.model) as model, ResultFile(output) as file:
+        for row in settings.measure(model):
+            file.write(row)
+            shown = (f"{name} {row[name]}" for name in _SHOWN if name in row)
+            print(f"{settings.label}: {', '.join(shown)}", flush=True)
 
 
 def per_token(milliseconds: Sequence[float]) -> Row:
@@ -110,4 +111,13 @@ def variant_columns(variant: Variant, backend: str, additional_config: str | Non
         "additional_config": json.loads(variant.additional_config(additional_config) or "null"),
         "budget_tokens": variant.budget_tokens(additional_config),
         "weights": "drawn" if model.drawn_weights else "checkpoint",
+    }
+
+
+def shared_settings(variant: Variant, model: Model, additional_config: str | None) -> Mapping[str, Any]:
+    """The fields of `VariantSettings` that say what is measured."""
+    return {
+        "model": model.folder.name if model.drawn_weights else str(model.folder),
+        "variant": variant.name,
+        "additional_config": variant.additional_config(additional_config),
     }

@@ -21,7 +21,7 @@ from sparse_kernels.cuda.launch import (
     architecture_of,
     compile_source,
 )
-from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
+from sparse_kernels.cuda.shared_memory import piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch, fixed_bytes, values_bytes
 
@@ -33,8 +33,22 @@ LEVELED = LEVELED_FORMAT
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0}
-ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "GIVEN": 0, "WRITTEN": 0, "STOP_TILES": 0, "HOT": 0}
+DECODE = {
+    **SHAPE,
+    **LAUNCH,
+    "QUERY": BF16,
+    "KV": BF16,
+    "OUTPUT": BF16,
+    "PAGE_SIZE": 8,
+    "CLUSTER": 1,
+    "RECORD": INT8,
+    "FUSED": 0,
+    "LISTED": 0,
+    "GIVEN": 0,
+    "WRITTEN": 0,
+    "STOP_TILES": 0,
+    "HOT": 0,
+}
 SPLIT = {
     **SHAPE,
     **LAUNCH,
@@ -73,9 +87,6 @@ CASES = {
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PER_THREAD": 4}),
     "list": ("page_topk/list.cu", LIST),
-    "attend": ("sparse_attention/attend.cu", ATTEND),
-    "attend fp8": ("sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64}),
-    "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
     "decode": ("sparse_decode/decode.cu", DECODE),
     "decode pages of 32": ("sparse_decode/decode.cu", DECODE | {"GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2}),
     "decode a given list with hot pages, one block": ("sparse_decode/decode.cu", DECODE | GIVEN | {"HOT": 1}),
@@ -127,8 +138,6 @@ OTHER_SIZES = {
         ("score quarters", "page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
         ("score bf16", "page_score/score.cu", SCORE | {"RECORD": BF16, "GROUP": 16}),
         ("score fp8", "page_score/score.cu", SCORE | {"RECORD": FP8}),
-        ("attend", "sparse_attention/attend.cu", ATTEND),
-        ("attend fp8", "sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "GROUP": 1}),
         ("route", "group_routing/route.cu", ROUTE),
         ("split a selection", "split_attention/attend.cu", SELECTED),
         ("split that stops", "split_attention/attend.cu", STOPPED),
@@ -215,7 +224,6 @@ HOPPER = {
             "WRITTEN": 1,
         },
     ),
-    "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": SKETCH}),
@@ -251,7 +259,7 @@ OPTIMISED = (
         "merge",
         "route",
     ),
-    *("list cluster of 8", "attend cluster", "decode cluster", "decode that stops"),
+    *("list cluster of 8", "decode cluster", "decode that stops"),
 )
 """A case of every source, compiled with the options of an engine."""
 OF_EVERY_SOURCE = (
@@ -262,7 +270,7 @@ OF_EVERY_SOURCE = (
         "top-k of candidates",
         "list",
     ),
-    *("attend", "decode", "route", "split a selection", "merge"),
+    *("decode", "route", "split a selection", "merge"),
 )
 """A case of every source, for GPUs without clusters."""
 
@@ -271,8 +279,6 @@ def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
     """The shared memory that the host counts for a case, which the source asserts."""
     group, head_size = macros.get("GROUP", 0), macros.get("HEAD_SIZE", 0)
     match source:
-        case "sparse_attention/attend.cu":
-            return {"SHARED_BYTES": chain_bytes(macros["CLUSTER"], group, head_size) + merging_bytes(group, head_size)}
         case "split_attention/attend.cu":
             return {"SHARED_BYTES": piece_bytes(macros["WARPS"], group, head_size, macros["STOP_TOKENS"] > 0)}
         case "sparse_decode/decode.cu":
@@ -406,7 +412,6 @@ KERNEL_STRUCTS = {
     "DecodeParams": ("sparse_decode/decode.cu", HOPPER["decode that stops"]),
     "SplitParams": ("split_attention/attend.cu", CASES["split that stops"]),
     "MergeParams": ("split_attention/merge.cu", CASES["merge"]),
-    "AttendParams": ("sparse_attention/attend.cu", CASES["attend"]),
     "RouteParams": ("group_routing/route.cu", CASES["route"]),
     "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
     "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_kernels.batch import DecodeOutput, QueryTokens
+from sparse_kernels.batch import DecodeOutput, PageSelection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_decode.launches import MOST_PAGES_AT_ONCE
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
@@ -274,7 +274,7 @@ def test_a_batch_is_attended_in_parts_where_scratch_is_short(name: str) -> None:
 
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_read(patience: int) -> None:
-    from sparse_kernels.sparse_attention import attend_pages
+    from sparse_kernels.sparse_decode import sparse_decode
 
     case, rule = STOPPING["newest of a budget"]
     stopping_launches(case)
@@ -287,11 +287,11 @@ def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_read(patie
             continue
         slot = torch.arange(case.k, device="cuda")
         order = torch.where(slot < 1, slot, pages - slot)
-        grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
-        token = QueryTokens(grouped, inputs.block_table, inputs.seq_lens)[row : row + 1]
         for head in range(case.num_kv_heads):
-            chosen = order[: int(output.pages_read[row, head])].expand(1, case.num_kv_heads, -1)
-            alone = attend_pages(token, inputs.kv(case), chosen, inputs.softmax(case))
+            chosen = order[: int(output.pages_read[row, head])].int().expand(1, case.num_kv_heads, -1).contiguous()
+            batch = replace(inputs.row(row).batch(case), pages=chosen)
+            selection = PageSelection(chosen.shape[2])
+            alone = sparse_decode(batch, inputs.kv(case), inputs.softmax(case), selection)
             heads = slice(head * case.group, (head + 1) * case.group)
             assert torch.equal(alone[0, heads], output.heads[row, heads])
 

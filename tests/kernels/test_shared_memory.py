@@ -11,7 +11,6 @@ from sparse_kernels.cuda.head_parts import parts_of
 from sparse_kernels.cuda.shared_memory import piece_bytes, round_up, score_bytes, select_bytes
 from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_K, MAX_PAGES, DecodeShape, shared_bytes_of
 from sparse_kernels.page_topk.launches import passes_of
-from sparse_kernels.sparse_attention import cuda as attention
 from sparse_kernels.sparse_decode.launches import MOST_CHUNK, Launch, fitting, in_pieces, launch_of, shared_bytes
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 from sparse_kernels.split_attention.cuda import blocks_of
@@ -92,11 +91,6 @@ def test_no_decode_step_takes_more_than_the_gpu_has(capability: tuple[int, int])
 def test_no_attention_takes_more_than_the_gpu_has(capability: tuple[int, int]) -> None:
     available = shared_bytes_of(capability)
     for group, head_size in product((*GROUPS, 17, 71), HEAD_SIZES_TRIED):
-        parts = parts_of(group, attention.heads_at_once(group, head_size, capability))
-        for heads, rows in product({part.stop - part.start for part in parts}, (1, 9, 25, 67, 133)):
-            launch = attention.launch_of(rows, heads, head_size, capability)
-            assert attention.shared_bytes(launch.cluster, heads, head_size) <= available
-            assert launch.cluster <= (8 if capability >= CLUSTER_CAPABILITY else 1)
         for heads, stopping in product({part.stop - part.start for part in parts_of(group)}, (False, True)):
             blocks, split_bytes = blocks_of(stopping, heads, head_size, capability)
             assert split_bytes == piece_bytes(blocks.warps, heads, head_size, stopping) <= available

@@ -1,14 +1,21 @@
 """A client of a server: greedy answers with log probabilities, hang-ups, and the state of the idle server."""
 
+import re
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from openai import OpenAI
 from support.continuations import Continuation
 
-from bench.common.metrics import cache_blocks, metrics_text, read_metrics, wait_until_quiet
+from bench.common.metrics import metrics_text, read_metrics
 
 _LIKELIEST = 5
+_BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+_QUIET_SECONDS = 60.0
+"""Time that a server may need to notice that clients have disconnected."""
+_BUSY = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+"""Metrics of a server that computes requests or keeps blocks for them."""
 
 
 class Asker(NamedTuple):
@@ -40,8 +47,13 @@ class Asker(NamedTuple):
 
     def used_blocks(self) -> int:
         """Blocks of the cache that requests hold, when none is left."""
-        assert wait_until_quiet(self.metrics), "requests are left"
-        return round(self.metrics()["vllm:kv_cache_usage_perc"] * cache_blocks(metrics_text(self.client)))
+        end = time.monotonic() + _QUIET_SECONDS
+        while any(map(self.metrics().__getitem__, _BUSY)):
+            assert time.monotonic() < end, "requests are left"
+            time.sleep(1)
+        # vLLM's null block is one of them.
+        blocks = int(_BLOCKS.findall(metrics_text(self.client))[0]) - 1
+        return round(self.metrics()["vllm:kv_cache_usage_perc"] * blocks)
 
     def _arguments(self, more: dict[str, Any]) -> dict[str, Any]:
         extra = {"ignore_eos": True, "return_tokens_as_token_ids": True, **more}

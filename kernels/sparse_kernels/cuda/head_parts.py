@@ -11,9 +11,9 @@ from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
 from sparse_kernels.limits import MAX_GROUP
 
 
-def parts_of(group_size: int, most: int = MAX_GROUP) -> list[slice]:
-    """Returns the parts of a group: at most `most` heads each, and sizes that differ by at most one."""
-    count = -(-group_size // most)
+def parts_of(group_size: int) -> list[slice]:
+    """Returns the parts of a group: at most `MAX_GROUP` heads each, and sizes that differ by at most one."""
+    count = -(-group_size // MAX_GROUP)
     return [slice(i * group_size // count, (i + 1) * group_size // count) for i in range(count)]
 
 
@@ -32,9 +32,9 @@ def part_of(heads: torch.Tensor, num_kv_heads: int, part: slice) -> torch.Tensor
     return picked.flatten(dim, dim + 1).contiguous()
 
 
-def queries_in_parts(batch: DecodeBatch, num_kv_heads: int, most: int = MAX_GROUP) -> Iterator[DecodeBatch]:
+def queries_in_parts(batch: DecodeBatch, num_kv_heads: int) -> Iterator[DecodeBatch]:
     """Yields a batch with the query heads of each part; the batch itself if groups need no parts."""
-    parts = parts_of(batch.group_size(num_kv_heads), most)
+    parts = parts_of(batch.group_size(num_kv_heads))
     if len(parts) == 1:
         yield batch
         return
@@ -48,15 +48,14 @@ def attend_in_parts(
     softmax: Softmax,
     output: DecodeOutput,
     attend: Callable[[DecodeBatch, Softmax, DecodeOutput], None],
-    most: int = MAX_GROUP,
 ) -> None:
     """Calls `attend` with the query heads, the sink logits and the output of each part."""
-    parts = parts_of(batch.group_size(num_kv_heads), most)
+    parts = parts_of(batch.group_size(num_kv_heads))
     if len(parts) == 1:
         attend(batch, softmax, output)
         return
     grouped = output.heads.unflatten(1, (num_kv_heads, -1))
-    for part, of_part in zip(parts, queries_in_parts(batch, num_kv_heads, most), strict=True):
+    for part, of_part in zip(parts, queries_in_parts(batch, num_kv_heads), strict=True):
         logits = None if softmax.sink_logits is None else part_of(softmax.sink_logits, num_kv_heads, part)
         room = torch.empty(of_part.query.shape, dtype=output.heads.dtype, device=output.heads.device)
         attend(of_part, replace(softmax, sink_logits=logits), DecodeOutput(room))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import SINK_FORMATS
 from sparse_kernels.page_statistics import PageStatistics
@@ -279,8 +279,3 @@ class OutputParams(Struct):
             heads=pointer(heads), pages_read=pointer(output.pages_read), counters=pointer(output.counters),
             token_stride=heads.stride(0),
         )  # fmt: skip
-
-
-def batch_of(tokens: QueryTokens) -> DecodeBatch:
-    """Returns query tokens as a batch of requests of one token each, for the kernels."""
-    return DecodeBatch(tokens.query.flatten(1, 2), tokens.block_table.int(), tokens.context_lens.int())

@@ -42,8 +42,4 @@ def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softm
         from sparse_kernels.sparse_attention import cpu
 
         implementation = cpu.attend_pages
-    elif query.is_cuda:
-        from sparse_kernels.sparse_attention import cuda
-
-        implementation = cuda.attend_pages
     return implementation(tokens, cache, pages, softmax)

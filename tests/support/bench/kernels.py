@@ -1,17 +1,16 @@
 """A small geometry, a timer without a GPU, and kernels that the tests of the kernel benchmark run."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sparse_kernels.batch import QueryTokens
 from sparse_kernels.page_score import score_pages
-from sparse_kernels.page_statistics import reference as statistics_reference
 from sparse_kernels.page_topk import select_pages
 from sparse_kernels.sparse_attention import attend_pages
 
-from bench.kernels import runner, timing
+from bench.kernels import runner
 from bench.kernels.cases import DecodeCase, Geometry
 from bench.kernels.providers import Op, Provider
 from bench.kernels.workload import Workload
@@ -25,29 +24,24 @@ class FakeTimer:
 
     def record(self, call: Callable[[], Any]) -> Any:
         call()
+        return SimpleNamespace(replay=call)
 
-        class Recording:
-            replay = staticmethod(call)
-
-        return Recording()
-
-    def measure(self, recordings: Mapping[str, Any]) -> dict[str, timing.Timing]:
-        found = {}
-        for age, name in enumerate(recordings, start=1):
-            cold = timing.Spread(10.0 * age, 9.0 * age, 11.0 * age, 40)
-            found[name] = timing.Timing(cold, dataclasses.replace(cold, median_us=5.0 * age), 20)
-        return found
+    def measure(self, recordings: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: {"cold": {"median_us": 10.0 * age}, "warm": {"median_us": 5.0 * age}}
+            for age, name in enumerate(recordings, start=1)
+        }
 
 
 def run(ops, plan, workload, seconds_left=lambda: 1.0):
     emitted: list[dict[str, Any]] = []
-    rows = runner.Runner(ops, workload, FakeTimer(), 1e12, emitted.append, seconds_left).run(plan)
+    rows = runner.Runner(ops, workload, FakeTimer(), emitted.append, seconds_left).run(plan)
     assert emitted == rows
     return rows
 
 
 def provider(name, prepare, check=lambda inputs, calls: [call() for call in calls.values()], load=lambda: None):
-    return Provider(name, load, lambda loaded, inputs: prepare(inputs), check, lambda case, geometry: 10_000_000)
+    return Provider(name, load, lambda loaded, inputs: prepare(inputs), check)
 
 
 def scoring(inputs):
@@ -58,7 +52,7 @@ def op_of(*providers):
     return {"score": Op(Workload.decode_inputs, providers)}
 
 
-PLAN = [("score", DecodeCase(1, 512, 2)), ("score", DecodeCase(2, 512, 2))]
+PLAN = [("score", DecodeCase(1, 512, 2))]
 
 
 def score(inputs):
@@ -71,18 +65,9 @@ def decode(inputs, drop=0):
     return attend(inputs, pages)
 
 
-def attend(inputs, pages=None):
-    pages = inputs.pages if pages is None else pages
+def attend(inputs, pages):
     table, lens = inputs.block_table.long(), inputs.seq_lens.long()
     return attend_pages(QueryTokens(inputs.grouped_query, table, lens), inputs.cache, pages.long(), inputs.softmax)
-
-
-def write(inputs, statistics=True):
-    block, offset = inputs.slots // 64, inputs.slots % 64
-    inputs.token_rows[block, :, offset] = torch.cat([inputs.new_keys, inputs.new_values], dim=-1)
-    done = offset % 8 == 7
-    if statistics:
-        statistics_reference.update_page_statistics(inputs.keys, inputs.statistics, block[done], offset[done] // 8)
 
 
 def loads(each):
