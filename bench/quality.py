@@ -119,80 +119,58 @@ def _value(text: str) -> Any:
         return text
 
 
-@dataclass(frozen=True)
-class Run:
-    """Runs of `vllm-sparse eval` that differ in their settings."""
+def evaluate(
+    settings: Sequence[Setting], shared: Sequence[str], at_once: int, end: float
+) -> tuple[dict[str, dict[str, Result]], list[str]]:
+    """Returns the results by setting and by item, and the reasons of failures.
 
-    output: Path
-    model: str
-    engine_args: str
-    shared: Sequence[str]
-    """Options of all runs."""
-    at_once: int
-    """Engines that run at the same time."""
-    end: float
-    """Latest end on `time.monotonic`."""
-    commit: str | None
+    Args:
+        settings: the runs.
+        shared: options of `vllm-sparse eval` for all of them.
+        at_once: engines that run at the same time.
+        end: latest end on `time.monotonic`.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
 
-    def compare(
-        self,
-        settings: Sequence[Setting],
-        about: Row,
-        rows_of: Callable[[Results], list[Row]],
-        column: str,
-        text: Callable[[Sequence[Row], Sequence[Row]], str],
-    ) -> None:
-        """Runs the settings, writes and shows the rows; exit code 3 if an engine fails.
+        def run(number: int) -> str | None:
+            """Runs a setting. Returns the reason of a failure."""
+            if number < at_once:
+                time.sleep(_BETWEEN_STARTS * number)
+            chosen = settings[number]
+            # By number: a name may hold the path of a file.
+            path, log = (Path(folder) / f"{number}.{ending}" for ending in ("jsonl", "log"))
+            arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
+            code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
+            if code == 0:
+                return None
+            if code is None:
+                return f"{chosen.name} was not done by the deadline"
+            last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
+            return f"{chosen.name} ended with exit code {code}: {last[0]:.300}"
 
-        Args:
-            settings: of the runs.
-            about: columns of the first line of the file.
-            rows_of: makes rows of results by setting and by item.
-            column: names the columns of the shown table.
-            text: makes a cell of its rows and of all rows.
-        """
-        parse_additional_config(self.engine_args, "engine_args")
-        found, failed = self.evaluate(settings)
-        rows = rows_of(found)
-        with ResultFile(self.output, {**describe_run(folder_of(Path(self.model)), self.commit), **about}) as file:
-            for row in rows:
-                file.write(row)
-        cells: dict[str, Row] = {}
-        for setting, value in dict.fromkeys((row["setting"], row[column]) for row in rows):
-            own = [row for row in rows if (row["setting"], row[column]) == (setting, value)]
-            cells.setdefault(setting, {"setting": setting})[str(value)] = text(own, rows)
-        print_rows(list(cells.values()), ["setting", *dict.fromkeys(str(row[column]) for row in rows)])
-        end_with(failed)
+        with ThreadPoolExecutor(at_once) as pool:
+            failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
+        found = {
+            each.name: read_results(path).results
+            for number, each in enumerate(settings)
+            if (path := Path(folder) / f"{number}.jsonl").exists()
+        }
+    return found, failed
 
-    def evaluate(self, settings: Sequence[Setting]) -> tuple[dict[str, dict[str, Result]], list[str]]:
-        """Returns the results by setting and by item, and the reasons of failures."""
-        shared = ["--model", self.model, "--engine-args", self.engine_args, *self.shared]
-        with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
 
-            def run(number: int) -> str | None:
-                """Runs a setting. Returns the reason of a failure."""
-                if number < self.at_once:
-                    time.sleep(_BETWEEN_STARTS * number)
-                chosen = settings[number]
-                # By number: a name may hold the path of a file.
-                path, log = (Path(folder) / f"{number}.{ending}" for ending in ("jsonl", "log"))
-                arguments = ["eval", "--in-process", *shared, *chosen.options, "--output", str(path)]
-                code = run_python("vllm_sparse_plugin", arguments, self.end - time.monotonic(), log)
-                if code == 0:
-                    return None
-                if code is None:
-                    return f"{chosen.name} was not done by the deadline"
-                last = [*log.read_text(errors="replace").splitlines(), ""][-2:]
-                return f"{chosen.name} ended with exit code {code}: {last[0]:.300}"
-
-            with ThreadPoolExecutor(self.at_once) as pool:
-                failed = [sentence for sentence in pool.map(run, range(len(settings))) if sentence]
-            found = {
-                each.name: read_results(path).results
-                for number, each in enumerate(settings)
-                if (path := Path(folder) / f"{number}.jsonl").exists()
-            }
-        return found, failed
+def _finish(
+    output: Path, about: Row, rows: Sequence[Row], column: str, text: Callable[[Sequence[Row]], str], failed: list[str]
+) -> None:
+    """Writes rows and shows a text of those of each setting and value of a column; exit code 3 after failures."""
+    with ResultFile(output, about) as file:
+        for row in rows:
+            file.write(row)
+    cells: dict[str, Row] = {}
+    for setting, value in dict.fromkeys((row["setting"], row[column]) for row in rows):
+        own = [row for row in rows if (row["setting"], row[column]) == (setting, value)]
+        cells.setdefault(setting, {"setting": setting})[str(value)] = text(own)
+    print_rows(list(cells.values()), ["setting", *dict.fromkeys(str(row[column]) for row in rows)])
+    end_with(failed)
 
 
 @app.command()
@@ -215,32 +193,30 @@ def ruler(
     commit: options.Commit = None,
 ) -> None:
     """Answer RULER questions with dense attention and each setting; exit code 3 if an engine fails."""
-    shared = ["--questions", str(questions), "--concurrency", str(concurrency), "--decode-from", decode_from]
-    shared += ["--chat"] if chat else []
+    end = time.monotonic() + time_limit
+    parse_additional_config(engine_args, "engine_args")
+    settings = [Setting(DENSE, ("--attention-backend", dense_backend))]
+    settings += [Setting.parse(text) for text in options.split_values(setting)]
+    shared = ["--model", model, "--engine-args", engine_args, "--questions", str(questions)]
+    shared += ["--concurrency", str(concurrency), "--decode-from", decode_from, *(["--chat"] if chat else [])]
     for name in options.split_values(task):
         shared += ["--task", name]
     for tokens in options.parse_sizes("context", context):
         shared += ["--context", str(tokens)]
+    found, failed = evaluate(settings, shared, at_once, end)
     about = {"decode_from": decode_from, "chat": chat}
-
-    def rows_of_answers(found: Results) -> list[Row]:
-        return [
-            {
-                "setting": name, "id": result.id, "task": result.task, "context_tokens": result.context_tokens,
-                **about, "score": result.score, **{key: getattr(result, key) for key in SHARES},
-            }
-            for name, results in found.items() for result in results.values()
-        ]  # fmt: skip
-
-    settings = [
-        Setting(DENSE, ("--attention-backend", dense_backend)),
-        *map(Setting.parse, options.split_values(setting)),
-    ]
-    run = Run(output, model, engine_args, shared, at_once, time.monotonic() + time_limit, commit)
-    run.compare(settings, about, rows_of_answers, "context_tokens", _score)
+    rows = [
+        {
+            "setting": name, "id": result.id, "task": result.task, "context_tokens": result.context_tokens,
+            **about, "score": result.score, **{key: getattr(result, key) for key in SHARES},
+        }
+        for name, results in found.items() for result in results.values()
+    ]  # fmt: skip
+    about |= describe_run(folder_of(Path(model)), commit)
+    _finish(output, about, rows, "context_tokens", _score, failed)
 
 
-def _score(rows: Sequence[Row], _: Sequence[Row]) -> str:
+def _score(rows: Sequence[Row]) -> str:
     """The mean score, with its interval."""
     mean = estimate_mean([row["score"] for row in rows])
     return f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"
@@ -260,15 +236,29 @@ def served(
     commit: options.Commit = None,
 ) -> None:
     """Compare next tokens of served texts with those of dense attention; exit code 3 if an engine fails."""
-    dense = ("--attention-backend", dense_backend)
+    end, dense = time.monotonic() + time_limit, ("--attention-backend", dense_backend)
+    parse_additional_config(engine_args, "engine_args")
     settings = [Setting(DENSE, dense), Setting(AGAIN, (*dense, "--other-batches"))]
     settings += [Setting.parse(text) for text in options.split_values(setting)]
     names = [prompt["name"] for prompt in read_prompts(texts, "texts")]
     entries = [entry for _, _, entry in read_json_lines(texts, "texts")]
     kinds = {name: str(entry.get("kind", "text")) for name, entry in zip(names, entries, strict=True)}
-    shared = ["--completions", str(texts), "--scored-tokens", str(scored_tokens)]
-    run = Run(output, model, engine_args, shared, at_once, time.monotonic() + time_limit, commit)
-    run.compare(settings, {"scored_tokens": scored_tokens}, lambda found: rows_of(found, kinds), "text", _change)
+    shared = ["--model", model, "--engine-args", engine_args, "--completions", str(texts)]
+    found, failed = evaluate(settings, [*shared, "--scored-tokens", str(scored_tokens)], at_once, end)
+    rows = rows_of(found, kinds)
+    about = describe_run(folder_of(Path(model)), commit) | {"scored_tokens": scored_tokens}
+    again = {row["id"]: row["agreement"] for row in rows if row["setting"] == AGAIN}
+
+    def change(rows: Sequence[Row]) -> str:
+        """The share of next tokens that change beyond those of dense attention in other batches."""
+        found = [row for row in rows if row["id"] in again]
+        if not found:
+            return "-"
+        noise, kept = [again[row["id"]] for row in found], [row["agreement"] for row in found]
+        more = estimate_excess(noise, kept, scored_tokens)
+        return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
+
+    _finish(output, about, rows, "text", change, failed)
 
 
 def rows_of(found: Results, kinds: Mapping[str, str]) -> list[Row]:
@@ -289,18 +279,6 @@ def rows_of(found: Results, kinds: Mapping[str, str]) -> list[Row]:
             about = {"setting": setting, "id": name, "text": kinds[text], "context_tokens": result.prompt_tokens}
             rows.append({**about, "scored_tokens": result.forced_tokens, **values, **shares})
     return rows
-
-
-def _change(rows: Sequence[Row], every: Sequence[Row]) -> str:
-    """The share of next tokens that change beyond those of dense attention in other batches."""
-    again = {row["id"]: row["agreement"] for row in every if row["setting"] == AGAIN}
-    found = [row for row in rows if row["id"] in again]
-    if not found:
-        return "-"
-    more = estimate_excess(
-        [again[row["id"]] for row in found], [row["agreement"] for row in found], found[0]["scored_tokens"]
-    )
-    return f"{more.value:.1%} ({more.low:.1%} to {more.high:.1%})"
 
 
 @app.command()

@@ -18,9 +18,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench.common.models import Model
+from bench.common.models import SHAPES, Model
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -144,33 +144,17 @@ def draw_document(length: int, needles: int, answer_tokens: int, seed: int) -> D
     return Document(tokens.tolist(), tuple(placed))
 
 
-def make_config(shape: Shape, longest: int) -> dict[str, object]:
+def make_config(shape: Shape, longest: int) -> dict[str, Any]:
     """The config.json of a lookup model for contexts of up to `longest` tokens."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "eos_token_id": None,
-        "head_dim": shape.head_size,
-        "hidden_act": "silu",
-        "hidden_size": 4 * shape.head_size,
-        "intermediate_size": 4 * shape.head_size,
-        "max_position_embeddings": longest,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": shape.heads,
-        "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.kv_heads,
-        "rms_norm_eps": 1e-6,
+    return SHAPES["llama-3.1-8b"] | {
+        "bos_token_id": None, "eos_token_id": None, "head_dim": shape.head_size, "hidden_size": 4 * shape.head_size,
+        "intermediate_size": 4 * shape.head_size, "max_position_embeddings": longest,
+        "num_attention_heads": shape.heads, "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-6, "vocab_size": VOCABULARY,
         "rope_parameters": {
-            "partial_rotary_factor": _ROTARY / shape.head_size,
-            "rope_theta": _THETA,
-            "rope_type": "default",
+            "partial_rotary_factor": _ROTARY / shape.head_size, "rope_theta": _THETA, "rope_type": "default",
         },
-        "tie_word_embeddings": False,
-        "vocab_size": VOCABULARY,
-    }
+    }  # fmt: skip
 
 
 def save_lookup(folder: Path, shape: Shape, longest: int) -> Model:

@@ -6,7 +6,6 @@ tiles of a chunk are compared. Tests of the kernels compare the choice: rounding
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +44,14 @@ def _rule(inputs: PrefillInputs, density: float) -> BlockRule:
     return BlockRule(density=density, dense_tokens=inputs.geometry.dense_tokens)
 
 
-def dense(flash_attention: Callable[..., Any], inputs: PrefillInputs) -> Call:
+def dense(loaded: list[Any], inputs: PrefillInputs) -> Call:
     """The call of vLLM's FLASH_ATTN backend for a step of a prompt."""
     keys, values = inputs.token_rows.transpose(1, 2).split(inputs.geometry.head_size, dim=-1)
     prompts, case = inputs.prompts, inputs.case
 
     def call() -> torch.Tensor:
         output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
-        flash_attention(
+        loaded[0](
             q=inputs.query,
             k=keys,
             v=values,
@@ -71,13 +70,13 @@ def dense(flash_attention: Callable[..., Any], inputs: PrefillInputs) -> Call:
     return call
 
 
-def whole(flash_attention: Callable[..., Any], inputs: PrefillInputs, density: float) -> Call:
+def whole(loaded: list[Any], inputs: PrefillInputs, density: float) -> Call:
     """Sparse prefill as the backends call it. The tiles are planned outside, as once per step for all layers."""
     rule = _rule(inputs, density)
     tiles, batch = plan_tiles(inputs.prompts, rule, inputs.case.group), inputs.batch
 
     def attend(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> None:
-        flash_attention(
+        loaded[0](
             q=sequences.queries,
             k=sequences.keys,
             v=sequences.values,

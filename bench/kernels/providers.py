@@ -132,38 +132,43 @@ def select(loaded: list[Any], inputs: TopKInputs) -> Call:
     return lambda: select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k)
 
 
-_SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
-_LOAD_DECODE = imported(_SPARSE_DECODE)
-_LOAD_SPLIT = imported("sparse_kernels.split_attention:split_attention")
+def _ours(name: str, path: str, prepare: Callable[[Any, Any], Call], check: Callable[[Any, checks.Calls], None]) -> Any:
+    """A provider of a function in `sparse_kernels`."""
+    return Provider(name, imported(f"sparse_kernels.{path}"), prepare, check)
 
+
+_DECODE, _SPLIT = "sparse_decode:sparse_decode", "split_attention:split_attention"
 _FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
     "FlashAttention 3", rivals.load_flash_attention, rivals.flash_attention, checks.dense
 )
 _FLASH_ATTENTION_PREFILL: Provider[PrefillInputs] = Provider(
-    "FlashAttention 3", rivals.load_flash_attention, lambda loaded, inputs: prefill.dense(loaded[0], inputs),
-    prefill.check_dense,
-)  # fmt: skip
-
-
-def _sparse_prefill(density: float) -> Provider[PrefillInputs]:
-    return Provider(
+    "FlashAttention 3", rivals.load_flash_attention, prefill.dense, prefill.check_dense
+)
+_STEP = imported(f"sparse_kernels.{_DECODE}", "sparse_kernels.page_statistics:write_cache")
+_DENSITIES = [
+    Provider(
         f"unique, density {density}",
         rivals.load_flash_attention,
-        lambda loaded, inputs: prefill.whole(loaded[0], inputs, density),
+        partial(prefill.whole, density=density),
         partial(prefill.check_whole, density=density),
     )
-
+    for density in (prefill.DENSITY, prefill.SPARSER)
+]
+_ZIPVL = [
+    Provider(
+        name,
+        token_prefill.load_attention,
+        partial(token_prefill.whole, rule=rule),
+        partial(token_prefill.check_whole, rule=rule),
+    )
+    for name, rule in (("zipvl", token_prefill.ALL_ATTEND), ("zipvl_paper", token_prefill.PUBLISHED))
+]
 
 PROVIDERS: dict[str, Op[Any]] = {
     "decode": Op(
         Workload.decode_inputs,
         (
-            Provider(
-                "unique",
-                imported(_SPARSE_DECODE, "sparse_kernels.page_statistics:write_cache"),
-                step,
-                checks.sparse_decode,
-            ),
+            Provider("unique", _STEP, step, checks.sparse_decode),
             _FLASH_ATTENTION,
             Provider("FlashInfer", rivals.load_flashinfer_decode, rivals.flashinfer_decode, checks.dense),
         ),
@@ -171,7 +176,7 @@ PROVIDERS: dict[str, Op[Any]] = {
     "topk": Op(
         Workload.topk_inputs,
         (
-            Provider("unique", imported("sparse_kernels.page_topk:select_pages"), select, checks.exact_selection),
+            _ours("unique", "page_topk:select_pages", select, checks.exact_selection),
             Provider(
                 "flashinfer.top_k_page_table_transform",
                 rivals.load_flashinfer_topk,
@@ -181,56 +186,36 @@ PROVIDERS: dict[str, Op[Any]] = {
             Provider("torch.topk", imported("torch:topk"), rivals.torch_topk, checks.equal_scores),
         ),
     ),
-    "score": Op(
-        Workload.decode_inputs,
-        (Provider("unique", imported("sparse_kernels.page_score:score_pages"), score, checks.scores),),
-    ),
+    "score": Op(Workload.decode_inputs, (_ours("unique", "page_score:score_pages", score, checks.scores),)),
     "stop": Op(
         Workload.recent_inputs,
         (
-            *(
-                Provider(name, _LOAD_SPLIT, partial(stopping, rule=rule), checks.dense)
-                for name, rule in (("art", ART), ("art that never stops", IN_VAIN), ("sinkrouter, not routed", None))
-            ),
+            _ours("art", _SPLIT, partial(stopping, rule=ART), checks.dense),
+            _ours("art that never stops", _SPLIT, partial(stopping, rule=IN_VAIN), checks.dense),
+            _ours("sinkrouter, not routed", _SPLIT, partial(stopping, rule=None), checks.dense),
             _FLASH_ATTENTION,
         ),
     ),
     "budgets": Op(
         Workload.decode_inputs,
-        tuple(
-            Provider(name, _LOAD_DECODE, partial(budgets, most_pages=most), checks.sparse_decode)
-            for name, most in (("unique", MAX_K), ("unique, one for all", None))
+        (
+            _ours("unique", _DECODE, partial(budgets, most_pages=MAX_K), checks.sparse_decode),
+            _ours("unique, one for all", _DECODE, partial(budgets, most_pages=None), checks.sparse_decode),
         ),
     ),
     "whole": Op(
         Workload.decode_inputs,
         (
-            Provider("unique", _LOAD_DECODE, whole, checks.dense),
-            Provider(
-                "multi_token_decode",
-                imported("sparse_kernels.multi_token_decode:multi_token_decode"),
-                together,
-                checks.dense,
-            ),
+            _ours("unique", _DECODE, whole, checks.dense),
+            _ours("multi_token_decode", "multi_token_decode:multi_token_decode", together, checks.dense),
             _FLASH_ATTENTION,
         ),
     ),
-    "prefill": Op(
-        Workload.prefill_inputs,
-        (_sparse_prefill(prefill.DENSITY), _FLASH_ATTENTION_PREFILL, _sparse_prefill(prefill.SPARSER)),
-    ),
+    "prefill": Op(Workload.prefill_inputs, (_DENSITIES[0], _FLASH_ATTENTION_PREFILL, _DENSITIES[1])),
     "tokens": Op(
         Workload.prefill_inputs,
         (
-            *(
-                Provider(
-                    name,
-                    token_prefill.load_attention,
-                    partial(token_prefill.whole, rule=rule),
-                    partial(token_prefill.check_whole, rule=rule),
-                )
-                for name, rule in (("zipvl", token_prefill.ALL_ATTEND), ("zipvl_paper", token_prefill.PUBLISHED))
-            ),
+            *_ZIPVL,
             _FLASH_ATTENTION_PREFILL,
             Provider("part: probe", token_prefill.load_kernels, token_prefill.probing, token_prefill.check_sums),
             Provider("part: choice", token_prefill.load_kernels, token_prefill.choosing, token_prefill.check_choice),

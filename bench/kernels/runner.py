@@ -14,7 +14,7 @@ from bench.common.results import Row, Run
 from bench.kernels.cases import Case
 from bench.kernels.checks import CheckError, poison, poisoned_allocations
 from bench.kernels.providers import Op, Provider
-from bench.kernels.timing import Timer
+from bench.kernels.timing import GraphTimer
 from bench.kernels.workload import Workload
 
 MEASURED = "measured"
@@ -42,7 +42,7 @@ class Runner:
         self,
         ops: Mapping[str, Op[Any]],
         workload: Workload,
-        timer: Timer,
+        timer: GraphTimer,
         emit: Callable[[Row], None],
         seconds_left: Callable[[], float],
     ) -> None:

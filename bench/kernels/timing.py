@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,16 +17,6 @@ WARM_REPEATS = 20
 _WARM_COPIES = 20
 _WARM_US = 2000.0
 """Target time of a warm graph. The overhead of a graph is small compared with this."""
-
-
-class Timer(Protocol):
-    """An object that times calls."""
-
-    def record(self, call: Callable[[], Any]) -> Any:
-        """Warm a call up and prepare it; `replay` of the result runs it once. Errors of the call pass through."""
-
-    def measure(self, recordings: Mapping[str, Any]) -> dict[str, Row]:
-        """Times recorded calls in turns; returns the columns `cold` and `warm` of each."""
 
 
 @dataclass
@@ -73,7 +63,7 @@ class GraphTimer:
         return graph, output
 
     def record(self, call: Callable[[], Any]) -> GraphRecording:
-        """See `Timer`."""
+        """Warm a call up and capture its graphs. Errors of the call pass through."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -89,7 +79,7 @@ class GraphTimer:
         return GraphRecording(single, output, many, copies, call)
 
     def measure(self, recordings: Mapping[str, GraphRecording]) -> dict[str, Row]:
-        """See `Timer`."""
+        """Times recorded calls in turns; returns the columns `cold` and `warm` of each."""
         cold = self._times({name: each.single for name, each in recordings.items()}, COLD_REPEATS, sweep=True)
         warm = self._times({name: each.many for name, each in recordings.items()}, WARM_REPEATS, sweep=False)
         return {

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
@@ -54,42 +52,16 @@ def load_attention() -> Callable[[ListedAttention], None]:
     return cast("Callable[[ListedAttention], None]", attend)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a prefill. An engine draws the probe rows once per step, and its layers share the scratch."""
-
-    inputs: PrefillInputs
-    rule: TokenRule = ALL_ATTEND
-
-    @cached_property
-    def probes(self) -> torch.Tensor:
-        """The probe rows."""
-        return draw_probes(self.inputs.batch, self.rule)
-
-    @cached_property
-    def scratch(self) -> Scratch:
-        """Memory of the launches."""
-        query, case = self.inputs.query, self.inputs.case
-        sizes = PrefillSizes(case.chunk, 1, case.context, *query.shape[1:])
-        return Scratch.make(sizes, self.rule, query.dtype, query.dtype, query.device)
-
-    def sums(self) -> torch.Tensor:
-        """Attention of the probe rows on each token, in the scratch."""
-        inputs = self.inputs
-        found: torch.Tensor = load_kernels().launch_sums(
-            inputs.batch, inputs.cache, inputs.softmax, self.probes, self.scratch
-        )
-        return found
-
-    def choose(self, sums: torch.Tensor) -> KeptTokens:
-        """The important tokens."""
-        return choose_tokens(sums, self.probes, self.inputs.batch, self.rule)
+def _scratch(inputs: PrefillInputs, rule: TokenRule) -> Scratch:
+    """Memory of the launches, which layers share."""
+    query, case = inputs.query, inputs.case
+    sizes = PrefillSizes(case.chunk, 1, case.context, *query.shape[1:])
+    return Scratch.make(sizes, rule, query.dtype, query.dtype, query.device)
 
 
 def whole(attend: Callable[[ListedAttention], None], inputs: PrefillInputs, rule: TokenRule) -> Call:
-    """A prefill as the backends call it."""
-    parts, batch = Parts(inputs, rule), inputs.batch
-    probes, scratch = parts.probes, parts.scratch
+    """A prefill as the backends call it. An engine draws the probe rows once per step."""
+    batch, scratch, probes = inputs.batch, _scratch(inputs, rule), draw_probes(inputs.batch, rule)
 
     def call() -> torch.Tensor:
         output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
@@ -99,22 +71,22 @@ def whole(attend: Callable[[ListedAttention], None], inputs: PrefillInputs, rule
     return call
 
 
-def probing(_: Any, inputs: PrefillInputs) -> Call:
-    """Sums of the probe rows' attention."""
-    return Parts(inputs).sums
+def probing(_: Any, inputs: PrefillInputs, rule: TokenRule = ALL_ATTEND) -> Call:
+    """Sums of the probe rows' attention on each token, in the scratch."""
+    launch, batch = load_kernels().launch_sums, inputs.batch
+    scratch, probes = _scratch(inputs, rule), draw_probes(batch, rule)
+    return lambda: launch(batch, inputs.cache, inputs.softmax, probes, scratch)
 
 
-def choosing(_: Any, inputs: PrefillInputs) -> Call:
-    """The choice by sums."""
-    parts = Parts(inputs)
-    sums = parts.sums()
-    return lambda: parts.choose(sums)
+def choosing(_: Any, inputs: PrefillInputs, rule: TokenRule = ALL_ATTEND) -> Callable[[], KeptTokens]:
+    """The important tokens, by sums."""
+    sums, probes, batch = probing(_, inputs, rule)(), draw_probes(inputs.batch, rule), inputs.batch
+    return lambda: choose_tokens(sums, probes, batch, rule)
 
 
 def check_whole(inputs: PrefillInputs, calls: Calls, rule: TokenRule) -> None:
     """Outputs are the reference's attention over the tokens that the kernels choose; others are zero as published."""
-    parts, expected = Parts(inputs, rule), torch.zeros(inputs.query.shape, device=inputs.query.device)
-    kept = parts.choose(parts.sums())
+    expected, kept = torch.zeros(inputs.query.shape, device=inputs.query.device), choosing(None, inputs, rule)()
     if rule.others == "attend":
         attend_all(inputs.batch, inputs.cache, inputs.softmax, kept, rule, expected)
     else:
@@ -129,7 +101,7 @@ def check_whole(inputs: PrefillInputs, calls: Calls, rule: TokenRule) -> None:
 
 def check_sums(inputs: PrefillInputs, calls: Calls) -> None:
     """Sums equal the reference's up to rounding."""
-    expected = column_sums(inputs.batch, inputs.cache, inputs.softmax, Parts(inputs).probes)
+    expected = column_sums(inputs.batch, inputs.cache, inputs.softmax, draw_probes(inputs.batch, ALL_ATTEND))
     for name, call in calls.items():
         error = (call() - expected).abs().max() / expected.max()
         if not bool(error <= _SUM_ERROR):
@@ -138,13 +110,13 @@ def check_sums(inputs: PrefillInputs, calls: Calls) -> None:
 
 def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
     """Every token that is kept for its attention has at least that of every token that is not."""
-    parts, tokens = Parts(inputs), inputs.case.context
-    normalised = parts.sums()[0, :tokens] / rows_that_see(parts.probes, tokens)[0]
+    tokens, probes = inputs.case.context, draw_probes(inputs.batch, ALL_ATTEND)
+    normalised = probing(None, inputs)()[0, :tokens] / rows_that_see(probes, tokens)[0]
     wanted = math.ceil(KEPT * tokens)
     for name, call in calls.items():
         mask = call().mask[0, :tokens]
         always = torch.zeros_like(mask)
-        always[: parts.rule.sink_tokens] = always[-1] = True
+        always[: ALL_ATTEND.sink_tokens] = always[-1] = True
         chosen = mask & ~always
         if not bool(mask[always].all()):
             raise CheckError(f"{name}: a token that is always kept is not")

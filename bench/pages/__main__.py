@@ -6,6 +6,7 @@ python -m bench.pages --check
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,8 @@ from typing import Annotated
 import typer
 
 from bench.common.options import make_app
-from bench.common.results import RESULTS, ROOT
-from bench.pages.blocks import INDEX, block_names, fill
-from bench.pages.index import is_misplaced, linked_results, render_index, result_files
+from bench.common.results import RESULTS, ROOT, read_runs
+from bench.pages.blocks import INDEX, block_names, fill, link, relative, study_of, wrap
 from bench.pages.render import blocks
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import run_app
@@ -27,6 +27,19 @@ _COMMAND = "python -m bench.pages"
 _PAGES = ("*.md", "docs/**/*.md", "research/*/README.md", "bench/*/README.md", "models/*/README.md")
 _TARGET = re.compile(r"\]\(([^()\s#]+)(?:#[^()\s]*)?\)")
 
+_INDEX_HEAD = """\
+<!-- Written by `python -m bench.pages`. -->
+
+# Results
+
+All numbers in the pages come from these files, `MACHINE/STUDY/NAME.jsonl`.
+The first line of a file describes the run: command, date, commit, versions, hardware (`head -1 FILE`).
+Here each file stands with its commits; `-` is a commit that was not recorded.
+Each other line is one measurement. Options and modules may have other names today than in a recorded command.
+Machines: `cpu-2core` has two cores of a server processor, `h100` and `h200` have one to four NVIDIA H100 or H200.
+A `+` after a commit means that the checkout had uncommitted changes.
+"""
+
 app = make_app("The generated parts of the pages.")
 
 
@@ -34,6 +47,29 @@ def find_pages() -> list[Path]:
     """The pages that may hold blocks and links to result files."""
     pages = (page for pattern in _PAGES for page in ROOT.glob(pattern))
     return sorted(page for page in pages if page != INDEX)
+
+
+def result_files() -> list[Path]:
+    """All result files, in order."""
+    return sorted(RESULTS.rglob("*.jsonl"))
+
+
+def is_misplaced(path: Path) -> bool:
+    """Whether the path of a result file is not MACHINE/STUDY/NAME.jsonl."""
+    return len(path.relative_to(RESULTS).parts) != 3
+
+
+def render_index() -> str:
+    """The index of result files: a list for each study, a file with its commits in each item."""
+    studies: dict[str, list[str]] = {}
+    for path in result_files():
+        commits = (str(run.commit or "-") for run in read_runs(path))
+        short = dict.fromkeys(commit.rstrip("+")[:7] + "+" * commit.endswith("+") for commit in commits)
+        studies.setdefault(": ".join(study_of(path)), []).append(f"{link(path.stem, path)} {' '.join(short)}")
+    parts = [_INDEX_HEAD.strip()]
+    for heading, items in studies.items():
+        parts += [f"## {heading}", wrap(", ".join(items))]
+    return relative(INDEX, "\n\n".join(parts) + "\n")
 
 
 def find_faults(contents: Mapping[Path, str], blocks: Mapping[str, object]) -> Iterator[str]:
@@ -47,8 +83,8 @@ def find_faults(contents: Mapping[Path, str], blocks: Mapping[str, object]) -> I
         if is_misplaced(path):
             yield f"results: got {name(path)}, allowed: MACHINE/STUDY/NAME.jsonl in {name(RESULTS)}"
     for page, text in contents.items():
-        for path in dict.fromkeys(linked_results(page, _TARGET.findall(text))):
-            if path not in files:
+        for path in dict.fromkeys(Path(os.path.normpath(page.parent / target)) for target in _TARGET.findall(text)):
+            if path.is_relative_to(RESULTS) and path.suffix == ".jsonl" and path not in files:
                 yield f"{name(page)}: got a link to {name(path)}, which is not there, allowed: one of {name(INDEX)}"
     used = {block for text in contents.values() for block in block_names(text)}
     for block in blocks:

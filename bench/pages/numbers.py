@@ -229,26 +229,19 @@ def _by_item(rows: Rows, column: str) -> dict[Any, float]:
     return {item: average(found) for item, found in values.items()}
 
 
-def _changed(rows: Rows, every: Rows) -> Found:
-    """The share of next tokens that change beyond those that dense attention changes in other batches, by text."""
-    noise = {
-        (row[FILE], row["id"]): row["agreement"]
-        for row in every
-        if row.get("setting") in (AGAIN, "dense") and "agreement" in row
-    }
-    found = [row for row in rows if "agreement" in row]
-    return _excess([noise[row[FILE], row["id"]] for row in found], found)
+def _excess(items: Sequence[str], base: Filter) -> Callable[[Rows, Rows], Found]:
+    """The share of next tokens that change beyond those that other rows change, by the columns that name a text."""
 
+    def number(rows: Rows, every: Rows) -> Found:
+        def agreements(rows: Rows) -> dict[Any, float]:
+            return {tuple(row[name] for name in items): row["agreement"] for row in rows if "agreement" in row}
 
-def _lost(rows: Rows, every: Rows) -> Found:
-    """The share of next tokens that change in plain torch, beyond those of dense attention in float32."""
-    noise = {row["text"]: row["agreement"] for row in every if row["arm"] == "noise"}
-    found = [row for row in rows if row["text"] in noise]
-    return _excess([noise[row["text"]] for row in found], found)
+        noise, found = agreements(chosen(every, base)), agreements(rows)
+        known = [item for item in found if item in noise]
+        pairs = [noise[item] for item in known], [found[item] for item in known]
+        return estimate_excess(*pairs, _DECODED) if known else None
 
-
-def _excess(noise: list[float], rows: Rows) -> Found:
-    return estimate_excess(noise, [row["agreement"] for row in rows], _DECODED) if rows else None
+    return number
 
 
 def _over(column: str, item: str, base: Filter) -> Callable[[Rows, Rows], Found]:
@@ -283,7 +276,8 @@ FUNCTIONS: dict[str, Callable[..., Found]] = {
     "perplexity": _reduced(lambda nats: math.exp(average(nats))), "weighted": _weighted, "ms": _ms,
     "warm": _time("warm"), "cold": _time("cold"),
     "least_layer": _by_layer(min), "most_layer": _by_layer(max), "items": _items, "risen": _risen,
-    "changed": _changed, "lost": _lost,
+    # Beyond the changes of dense attention in other batches, or in float32.
+    "changed": _excess((FILE, "id"), {"setting": f"{AGAIN}|dense"}), "lost": _excess(("text",), {"arm": "noise"}),
     # Next tokens that stay, over those of dense attention in float32.
     "stayed": _over("agreement", "text", {"arm": "noise"}),
     # Scores of answers over those of dense attention, of served settings and in plain torch.

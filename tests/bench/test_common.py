@@ -1,19 +1,22 @@
-"""Models, variants and results that every measurement shares."""
+"""Models, variants, engines and results that every measurement shares."""
 
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.bench.pages import ABOUT, write_run
 
-from bench.common.engine import Variant, WrongBackendError, force_routing
+from bench.common import engine as engines
+from bench.common.engine import Variant, WrongBackendError, engine, engine_options, force_routing
 from bench.common.models import NEEDLE_8M, open_model
-from bench.common.options import parse_grid
 from bench.common.results import ResultFile, read_run, read_runs
 from bench.common.worker import BenchWorker
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
+
+SETTINGS = json.dumps({KEY: {"selection": {"budget_tokens": 256}}})
 
 
 @pytest.mark.parametrize("ratio", [0, 0.25, 0.6, 1])
@@ -35,22 +38,16 @@ def test_forced_routing_skips_its_share_of_the_groups_and_keeps_other_settings(r
         force_routing(model, None, 2)
 
 
-def test_the_shape_of_llama_is_that_of_its_checkpoint():
+def test_a_shape_is_that_of_its_checkpoint_and_a_folder_is_left_alone():
     transformers = pytest.importorskip("transformers")
     with open_model("llama-3.1-8b") as model:
         config = transformers.AutoConfig.from_pretrained(model.folder)
-        assert model.drawn_weights
         assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
-        assert config.rope_parameters["rope_type"] == "llama3"
-        assert config.max_position_embeddings == 131072
+        assert (config.rope_parameters["rope_type"], config.rms_norm_eps) == ("llama3", 1e-5)
         assert (model.folder / "tokenizer.json").exists()
-        assert model.kv_bytes_per_token("auto") == 128 * 1024
+        assert (model.longest, model.kv_bytes_per_token("auto")) == (131072, 128 * 1024)
         assert model.kv_bytes_per_token("fp8") == 64 * 1024
-        folder = model.folder
-    assert not folder.exists()
-
-
-def test_a_folder_is_a_model_and_is_left_alone():
+    assert not model.folder.exists()
     with open_model("needle-8m") as named, open_model(str(NEEDLE_8M)) as given:
         assert named == given
         assert not named.drawn_weights
@@ -63,27 +60,65 @@ def test_a_folder_is_a_model_and_is_left_alone():
         ("dense", Variant(None)),
         ("FLASH_ATTN:fp8", Variant("FLASH_ATTN", "fp8")),
         ("unique:auto", Variant("UNIQUE", "auto")),
+        ("unique_wide", Variant("UNIQUE", "auto", "unique_wide")),
     ],
 )
-def test_variants_are_parsed_from_their_names(text, expected):
-    assert Variant.parse(text) == expected
+def test_variants_are_parsed_from_their_names_and_settings_reach_ours_only(text, expected):
+    variant = Variant.parse(text)
+    assert variant == expected
     assert Variant.parse(expected.name) == expected
+    found = variant.additional_config(SETTINGS)
+    assert (found is None) != variant.sparse
+    if found:
+        assert json.loads(found)[KEY]["selection"] == {"budget_tokens": 256}
+        with pytest.raises(ConfigurationError, match="budget_tokens: got 3"):
+            variant.additional_config('{"sparse_attention": {"selection": {"budget_tokens": 3}}}')
 
 
-def test_settings_reach_our_backends_only():
-    text = '{"sparse_attention": {"selection": {"budget_tokens": 256}}}'
-    assert Variant.parse("unique").additional_config(text) == text
-    assert Variant.parse("flash_attn").additional_config(text) is None
-    with pytest.raises(ConfigurationError, match="budget_tokens: got 3"):
-        Variant.parse("unique").additional_config('{"sparse_attention": {"selection": {"budget_tokens": 3}}}')
+def test_the_options_are_those_of_the_variant_and_nothing_that_was_left_out():
+    with open_model("needle-8m") as model:
+        ours = engine_options(model, Variant.parse("unique:fp8"), SETTINGS, block_size=None, seed=3)
+        dense = engine_options(model, Variant.parse("dense"), SETTINGS)
+    assert ours["attention_backend"] == "UNIQUE"
+    assert ours["additional_config"] == json.loads(SETTINGS)
+    assert (ours["kv_cache_dtype"], ours["seed"], ours["model"]) == ("fp8", 3, str(model.folder))
+    assert "block_size" not in ours
+    assert not {"attention_backend", "additional_config", "load_format"} & set(dense)
+    with open_model("llama-3.1-8b") as model:
+        assert engine_options(model, Variant.parse("unique"), None)["load_format"] == "dummy"
 
 
-def test_another_backend_than_the_one_asked_for_is_no_result():
-    assert Variant.parse("dense").check_backends(["CPU_ATTN"]) == "CPU_ATTN"
-    assert Variant.parse("unique").check_backends(["UNIQUE"]) == "UNIQUE"
-    for used in (["FLASH_ATTN"], ["FLASH_ATTN", "UNIQUE"], []):
-        with pytest.raises(WrongBackendError, match="unique: vLLM runs "):
-            Variant.parse("unique").check_backends(used)
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The calls of an engine whose layers run TRITON_ATTN."""
+    found: list[str] = []
+
+    def call(method: str) -> list[list[str]]:
+        found.append(method)
+        return [["TRITON_ATTN"]]
+
+    @contextmanager
+    def start(**options):
+        try:
+            yield SimpleNamespace(collective_rpc=call)
+        finally:
+            found.append("ended")
+
+    monkeypatch.setattr(engines, "engine_in_process", start)
+    return found
+
+
+def test_weights_are_drawn_and_the_backend_is_that_of_the_layers(calls):
+    with open_model("llama-3.1-8b") as model, engine(model, Variant.parse("dense"), None) as (_, backend):
+        assert backend == "TRITON_ATTN"
+    assert calls == ["draw_weights", "attention_backends", "ended"]
+
+
+def test_another_backend_ends_the_engine(calls):
+    refused = pytest.raises(WrongBackendError, match="unique: vLLM runs TRITON_ATTN")
+    with open_model("needle-8m") as model, refused, engine(model, Variant.parse("unique"), None):
+        pass
+    assert calls == ["attention_backends", "ended"]
 
 
 def test_drawn_weights_are_no_longer_tiny():
@@ -101,31 +136,12 @@ def test_drawn_weights_are_no_longer_tiny():
     assert worker.model(torch.randn(100, 256)).std().item() == pytest.approx(1, abs=0.1)
 
 
-def test_grids_are_sorted_by_context():
-    rows = parse_grid(["128K=1", "2048=24,6"])
-    assert [(row.context, row.batches) for row in rows] == [(2048, (24, 6)), (131072, (1,))]
-    assert parse_grid(["32K,8K=1,8"]) == parse_grid(["8K=1,8", "32K=1,8"])
-
-
 def test_results_of_several_runs_can_follow_each_other(tmp_path):
     rows = [{"batch": batch} for batch in range(4)]
     path = write_run(tmp_path / "both.jsonl", *rows[:3], ABOUT, rows[3])
     assert [run.rows for run in read_runs(path)] == [rows[:3], rows[3:]]
     assert read_runs(path)[1].about == ABOUT
     assert read_run(path).rows == rows
-
-
-def test_a_result_file_is_begun_and_gone_on_with(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with ResultFile(path, ABOUT) as file:
-        file.write({"batch": 1})
-        assert read_run(path).rows == [{"batch": 1}]
-    with ResultFile(path) as file:
-        file.write({"batch": 2})
-    assert [row["batch"] for row in read_run(path).rows] == [1, 2]
-    with ResultFile(path, ABOUT):
-        pass
-    assert read_run(path).rows == []
 
 
 def test_a_line_that_a_killed_process_cut_costs_no_other_line(tmp_path, capsys):
@@ -148,10 +164,8 @@ def test_a_line_that_a_killed_process_cut_costs_no_other_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     "broken",
     [
-        '{"versions": {}',
         "no JSON",
         '{"versions": {}}\n<<<<<<< ours',
-        '{"versions": {}}\n[1]',
         '{"versions": {}}\nnull',
     ],
 )

@@ -83,25 +83,19 @@ def test_an_output_that_was_never_written_fails(decode_inputs):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_selection_has_to_be_exact(topk_inputs):
+def test_a_selection_has_to_be_exact_in_any_order(topk_inputs):
     def selected():
         return select_pages(topk_inputs.scores, topk_inputs.num_pages, 8).int()
 
-    checks.exact_selection(topk_inputs, {"call": selected})
     checks.exact_selection(topk_inputs, {"call": lambda: selected().flip(-1)})
     with pytest.raises(checks.CheckError):
         checks.exact_selection(topk_inputs, {"call": lambda: selected() + 1})
-
-
-def test_a_rival_may_order_as_it_likes(topk_inputs):
-    def selected():
-        return topk_inputs.rows.float().topk(8).indices.flip(-1)
-
-    checks.equal_scores(topk_inputs, {"call": selected})
-    missing, twice = selected(), selected()
+    best = topk_inputs.rows.float().topk(8).indices.flip(-1)
+    checks.equal_scores(topk_inputs, {"call": lambda: best})
+    missing, twice = best.clone(), best.clone()
     missing[5, 0] = topk_inputs.rows[5].float().argmin()
     twice[5, 0] = twice[5, 1]
-    for wrong, reason in ((missing, "misses"), (twice, "twice"), (selected() - 1000, "positions")):
+    for wrong, reason in ((missing, "misses"), (twice, "twice"), (best - 1000, "positions")):
         with pytest.raises(checks.CheckError, match=reason):
             checks.equal_scores(topk_inputs, {"call": lambda wrong=wrong: wrong})
 
@@ -128,7 +122,6 @@ def test_prefill_pass(prefill_inputs, name):
     ("name", "spoil", "reason"),
     [
         ("unique, density 0.1", lambda output: output[0, 0].mul_(1.1), "tile 0: relative error 0"),
-        ("unique, density 0.1", lambda output: output[-1, 3].fill_(torch.nan), "tile 1: relative error inf"),
         ("FlashAttention 3", lambda output: output[-1, 0].mul_(1.1), "relative error 0"),
         ("unique, density 0.05", lambda output: output[70, 2].zero_(), "tile 1: relative error 1"),
     ],
@@ -169,7 +162,6 @@ def keep_fewer(kept):
     ("name", "spoil", "reason"),
     [
         ("zipvl", lambda output: output[300, 1].mul_(1.1), "relative error 0"),
-        ("zipvl_paper", lambda output: output[-1, 3].fill_(torch.nan), "relative error inf"),
         ("zipvl_paper", lambda output: output.add_(1e-3), "tokens that are not important have outputs"),
         ("part: probe", lambda sums: sums[0, 9].add_(0.02 * sums.max()), "a sum is off"),
         ("part: choice", lambda kept: kept.mask[0, 2:3].zero_(), "a token that is always kept is not"),
@@ -245,10 +237,6 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     }  # fmt: skip
     formats = [case.format for _, case in plan if isinstance(case, DecodeCase)]
     assert formats == sorted(formats, key=["int4", "int8", "int2", "fp8", "bf16"].index)
-    assert {op for op, case in plan if getattr(case, "format", "int4") == "int8"} == {"decode", "score"}
-    assert {op for op, case in plan if getattr(case, "format", "int4") not in ("int4", "int8")} == {"score"}
-    first_other_group = next(index for index, (_, case) in enumerate(plan) if getattr(case, "group", 4) != 4)
-    assert {op for op, _ in plan[:first_other_group]} == set(OPS)
 
 
 def test_a_row_has_times_and_speed_ups_and_a_missing_rival_its_reason(workload):

@@ -10,7 +10,7 @@ from support.bench.pages import ABOUT, write_run
 
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import blocks, index, labels, numbers, render
+from bench.pages import blocks, labels, numbers, render
 from bench.pages.blocks import Block, fill, link, source_line, table
 from bench.pages.labels import ABOUT as RUN
 from bench.pages.labels import FILE, MACHINE, describe
@@ -87,7 +87,7 @@ def test_a_block_that_cannot_be_written_is_refused(text, sentence):
 def results(tmp_path, monkeypatch) -> Path:
     """A checkout with two result files of one study."""
     folder = tmp_path / "results"
-    for module in (blocks, index, command, numbers, render):
+    for module in (blocks, command, numbers, render):
         for name, value in (("ROOT", tmp_path), ("RESULTS", folder), ("INDEX", folder / "README.md")):
             monkeypatch.setattr(module, name, value, raising=False)
     for number, commit in enumerate(("abc+", None), 1):
@@ -119,7 +119,7 @@ def test_the_index_has_a_list_for_each_study_with_the_commits_of_each_file(resul
     first = results / "h200" / "decode" / "run1.jsonl"
     lines = [ABOUT | {"commit": commit} for commit in ("0123456789ab+", "0123456789ab+", "ba9876543210")]
     first.write_text("\n".join(map(json.dumps, [*lines, ABOUT | {"date": "2026-11-23"}])) + "\n")
-    assert " ".join(index.render_index().split()).endswith(
+    assert " ".join(command.render_index().split()).endswith(
         " ## h200: decode [run1](h200/decode/run1.jsonl) 0123456+ ba98765 -, [run2](h200/decode/run2.jsonl) -"
     )
 
