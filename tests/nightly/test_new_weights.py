@@ -1,6 +1,7 @@
 """A server whose weights are replaced under load answers as a new server of those weights."""
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -21,7 +22,8 @@ from vllm_sparse_plugin.tools.needles import ask as question_about
 from vllm_sparse_plugin.tools.needles import library_text, magic_needles, with_needles
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
-CLIENTS, DOCUMENTS, QUESTIONS, UPDATES = 8, 20, 5, 5
+CLIENTS, QUESTIONS, UPDATES = 8, 5, 5
+DOCUMENTS = int(os.environ.get("NIGHTLY_DOCUMENTS", "20"))
 ASKED = DOCUMENTS * QUESTIONS
 """Answers that are judged after each update."""
 KEPT = {"compaction": {"budget_tokens": 256, "min_context_tokens": 0}}
@@ -29,7 +31,10 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 def exchange_digits(folder: Path) -> Path:
-    """Saves the test model with other embeddings of digits: with keys and values of the old model it reads others."""
+    """Saves the test model with the embeddings of digits exchanged.
+
+    Both models answer alike; with keys and values of the other one, a model reads other digits.
+    """
     shutil.copytree(MODEL, folder)
     weights = load_file(folder / "model.safetensors")
     first = load_tokenizer(MODEL).encode("0", add_special_tokens=False)[0]
@@ -110,8 +115,6 @@ def test_answers_after_an_update_are_those_of_a_new_server(backend, settings, ar
     for model in models:
         with server("new", *arguments, model=model, backend=backend, settings=settings) as launched:
             expected.append({number: found for _, number, found in Rollouts(launched.client, models).ask(0)})
-    parted = [gap_at_first_difference(expected[0][number], expected[1][number]) for number in range(ASKED)]
-    assert sum(gap is not None and gap > TIE for gap in parted) > ASKED // 2, "both models answer alike"
     with server("updated", *arguments, backend=backend, settings=settings, VLLM_SERVER_DEV_MODE="1") as launched:
         found = Rollouts(launched.client, models).ask(UPDATES)
     of_updated = [each for each in found if each[0]]

@@ -134,8 +134,14 @@ FAMILIES = {
         "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1,
         partial_rotary_factor=0.5, use_qk_norm=True,
     ),
-    "minimax_m2": _family("MiniMaxM2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=32),
-    "hy_v3": _family("HYV3", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1),
+    "minimax_m2": _family(
+        "MiniMaxM2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=32, scoring_func="sigmoid",
+    ),
+    "hy_v3": _family(
+        "HYV3", num_experts=4, num_experts_per_tok=2, expert_hidden_dim=128, moe_intermediate_size=128,
+        first_k_dense_replace=1, route_norm=True, qk_norm=True,
+    ),
+    # The heads of layers without a window have 512 elements.
     "gemma_4": _family("Gemma4", "Gemma4Text", **_GEMMA),
     "phi_3": _family("Phi3", hidden_size=384, head_dim=None, original_max_position_embeddings=4096),
     "granite": _family("Granite", attention_multiplier=0.2, head_dim=None),
