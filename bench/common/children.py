@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bench.common.results import ROOT
-from vllm_sparse_plugin.tools.server import stop_group
+from vllm_sparse_plugin.tools.server import group_of
 
 
 def python_path() -> str:
@@ -34,21 +34,17 @@ def run_python(module: str, arguments: list[str], seconds: float, log: Path | No
     Returns:
         The exit code, or None if the child was ended after `seconds`.
     """
-    with (log or Path(os.devnull)).open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file if log else None,
-            stderr=subprocess.STDOUT if log else None,
-            env=child_environment(),
-            start_new_session=True,
-        )
+    with (
+        (log or Path(os.devnull)).open("wb") as file,
+        group_of(
+            [sys.executable, "-m", module, *arguments], stdout=file if log else None,
+            stderr=subprocess.STDOUT if log else None, env=child_environment(),
+        ) as process,
+    ):  # fmt: skip
         try:
             return process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            stop_group(process)
 
 
 def unwind_on_termination() -> None:

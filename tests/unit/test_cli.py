@@ -1,11 +1,8 @@
 import importlib
 import inspect
 import json
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,13 +14,6 @@ from vllm_sparse_plugin.tools import arguments
 from vllm_sparse_plugin.tools.cli import app, main
 
 NAMES = choices(name.lower() for name in BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def _own_signals():
-    previous = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, previous)
 
 
 @pytest.fixture
@@ -113,34 +103,17 @@ def test_show_config_refuses_additional_config(run, case):
     assert refused(run("show-config", "--additional-config", text)).startswith(sentence)
 
 
-@pytest.mark.parametrize("case", ADDITIONAL)
-@pytest.mark.usefixtures("no_servers")
-def test_needles_refuses_additional_config(run, case):
-    text, sentence = ADDITIONAL[case]
-    if text:  # an empty text equals no option
-        assert refused(run("needles", "--additional-config", text)).startswith(sentence)
-
-
 @pytest.mark.parametrize("backend", ["", "flash_attn", "uniq\nue"], ids=repr)
 def test_show_config_refuses_an_unknown_backend(run, backend):
     message = refused(run("show-config", "--attention-backend", backend))
     assert message == f"attention_backend: got {backend!r}, allowed: {NAMES}"
 
 
-@pytest.mark.parametrize("backend", ["", "flash_attn", "uniq\nue"], ids=repr)
-@pytest.mark.usefixtures("no_servers")
-def test_needles_refuses_an_unknown_backend(run, backend):
-    assert (
-        refused(run("needles", "--attention-backend", backend))
-        == f"attention_backend: got {backend!r}, allowed: {NAMES}, each once"
-    )
-
-
 NEEDLES = {
     "context too long": (["--context", "32769"], "context: got 32769 tokens, allowed: from 4096 to the model's 32768"),
-    "one context too long": (
-        ["--context", "4096", "--context", "40000"],
-        "context: got 40000 tokens, allowed: from 4096 to the model's 32768",
+    "settings": (
+        ["--additional-config", '{"sparse_attention": {"topk": 1}}'],
+        "sparse_attention.topk: unknown key, allowed: ",
     ),
     "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: from 4096 to the model's 32768"),
     "a backend twice": (
@@ -153,7 +126,6 @@ NEEDLES = {
     ),
     "no questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
     "ratio too large": (["--min-ratio", "1.01"], "min_ratio: got 1.01, allowed: 0 to 1"),
-    "ratio too small": (["--min-ratio", "-0.1"], "min_ratio: got -0.1, allowed: 0 to 1"),
     "ratio that is no number": (["--min-ratio", "nan"], "min_ratio: got nan, allowed: 0 to 1"),
 }
 
@@ -162,42 +134,7 @@ NEEDLES = {
 @pytest.mark.usefixtures("no_servers")
 def test_needles_refuses(run, case):
     arguments, sentence = NEEDLES[case]
-    assert refused(run("needles", *arguments)) == sentence
-
-
-@pytest.mark.parametrize("content", [None, "{", "{}", "[]", '{"max_position_embeddings": 4096}'])
-@pytest.mark.usefixtures("no_servers")
-def test_needles_refuses_a_folder_without_a_usable_model(run, tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    assert refused(run("needles", "--model", str(tmp_path))) == (
-        f"model: got {str(tmp_path)!r}, allowed: a folder with a config.json that has max_position_embeddings, "
-        "num_hidden_layers and head_dim"
-    )
-
-
-@pytest.mark.usefixtures("no_servers")
-def test_needles_refuses_a_model_that_does_not_exist(run, tmp_path):
-    missing = tmp_path / "missing"
-    said = refused(run("needles", "--model", str(missing)))
-    assert said == f"model: got {str(missing)!r}, which does not exist, allowed: the folder of a model"
-
-
-@pytest.mark.usefixtures("no_servers")
-def test_needles_refuses_a_report_that_cannot_be_written(run, tmp_path):
-    report = tmp_path / "missing" / "report.jsonl"
-    arguments = ["--context", "4096", "--questions", "1", "--json", str(report)]
-    assert refused(run("needles", *arguments)) == (
-        f"json: got {str(report)!r} (No such file or directory), allowed: a file that can be written"
-    )
-
-
-def test_the_installed_command_prints_one_line_and_exits_with_2():
-    command = Path(sys.executable).parent / "vllm-sparse"
-    done = subprocess.run(
-        [command, "show-config", "--attention-backend", "nope"], capture_output=True, text=True, cwd="/", timeout=300
-    )
-    assert refused((done.returncode, done.stdout, done.stderr)) == (f"attention_backend: got 'nope', allowed: {NAMES}")
+    assert refused(run("needles", *arguments)).startswith(sentence)
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -227,8 +164,6 @@ HEAVY = {"torch", "vllm", "transformers", "triton", "numpy", "openai", "numba", 
         ("--version",),
         ("show-config",),
         ("diagnose", "--help"),
-        ("calibrate", "--help"),
-        ("anchors", "--help"),
         ("eval", "--help"),
     ],
     ids=" ".join,
@@ -253,27 +188,6 @@ def test_the_list_of_commands_says_what_their_documentation_does(run, name):
     assert " ".join(command.help.split()[:4]) in out
 
 
-def complete(words: str) -> list[str]:
-    """The shell's completions for the last of these words."""
-    command = Path(sys.executable).parent / "vllm-sparse"
-    settings = {
-        "_VLLM_SPARSE_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-    }
-    done = subprocess.run([command], capture_output=True, text=True, env=os.environ | settings, timeout=300)
-    return done.stdout.split()
-
-
-def test_a_shell_completes_commands_options_and_backends():
-    assert complete("vllm-sparse show") == ["show-config"]
-    assert complete("vllm-sparse show-config --attention-backend uni") == [
-        "unique",
-        "unique_prefill",
-    ]
-    assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
-
-
 @pytest.mark.parametrize("command", ["diagnose", "calibrate", "anchors"])
 def test_a_model_must_be_named_where_there_is_no_checkout(run, monkeypatch, tmp_path, command):
     monkeypatch.setattr(arguments, "NEEDLE_MODEL", tmp_path / "missing")
@@ -289,13 +203,6 @@ def test_show_config_prints_what_a_server_would_say_at_start(run):
         "sparse_attention.selection.statistics: 'auto' stores int8 means"
         in run("show-config", "--kv-cache-dtype", "fp8")[1]
     )
-
-
-def test_show_config_shows_what_auto_stands_for(run):
-    for backend, tokens in (("art", "512"), ("unique", "64")):
-        settings = ["--additional-config", '{"sparse_attention": {"stopping": {}}}']
-        out = run("show-config", "--attention-backend", backend, *settings)[1]
-        assert rows(out)["stopping.block_tokens"] == (tokens, "default")
 
 
 @pytest.mark.parametrize(
@@ -323,11 +230,3 @@ def test_show_config_refuses_what_a_server_refuses(run, monkeypatch, tmp_path, a
     if arguments[0] == "--model":
         name = arguments[1]
         assert said.endswith(f"after `{'hf download' if '/' in name else 'vllm-sparse fetch-model'} {name}`")
-
-
-def test_a_fetched_model_is_found_by_its_name(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "vllm-sparse" / "models" / "smollm2-135m"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    assert run("show-config", "--model", "smollm2-135m")[0] == 0

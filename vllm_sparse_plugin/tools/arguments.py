@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -22,20 +22,9 @@ NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """Model in a checkout. A wheel does not contain it."""
 
 
-def complete_backend(incomplete: str) -> list[str]:
-    """Return the plugin's attention backends that begin with `incomplete`, for shell completion."""
-    return [name.lower() for name in BACKENDS if name.lower().startswith(incomplete.lower())]
-
-
-AttentionBackend = Annotated[
-    str, typer.Option(help="Attention backend whose preset applies.", autocompletion=complete_backend)
-]
+AttentionBackend = Annotated[str, typer.Option(help="Attention backend whose preset applies.")]
 AttentionBackends = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Attention backend of the plugin, repeatable. Default: unique.",
-        autocompletion=complete_backend,
-    ),
+    list[str] | None, typer.Option(help="Attention backend of the plugin, repeatable. Default: unique.")
 ]
 AdditionalConfig = Annotated[str, typer.Option(help="As for vLLM.", metavar="JSON")]
 ModelFolder = Annotated[
@@ -222,20 +211,58 @@ def parse_additional_config(text: str, field: str = "additional_config") -> dict
     return value
 
 
-def model_limits(model: Path) -> tuple[int, int]:
-    """Return the longest context in tokens and the number of layers of a model folder.
+class ModelShape(NamedTuple):
+    """What a config.json says about a language model."""
+
+    longest: int
+    """Longest context in tokens; 0 if unknown."""
+    layers: int
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    head_size: int
+
+
+def model_shape(model: Path) -> ModelShape:
+    """Return the shape of a model from its folder.
 
     Raises:
         ConfigurationError: config.json lacks a field.
     """
     try:
         config = text_config(read_config(model))
-        return int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        heads = int(config["num_attention_heads"])
+        kv_heads = config.get("num_key_value_heads")
+        head_size = config.get("head_dim")
+        shape = ModelShape(
+            int(config.get("max_position_embeddings") or 0),
+            int(config["num_hidden_layers"]),
+            heads,
+            heads if kv_heads is None else int(kv_heads),
+            int(config["hidden_size"]) // heads if head_size is None else int(head_size),
+        )
+        if min(shape[1:]) < 1:
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         raise ConfigurationError(
-            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
-            "num_hidden_layers"
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has num_hidden_layers, "
+            "num_attention_heads and hidden_size"
         ) from None
+    return shape
+
+
+def model_limits(model: Path) -> tuple[int, int]:
+    """Return the longest context in tokens and the number of layers of a model folder.
+
+    Raises:
+        ConfigurationError: config.json lacks a field.
+    """
+    shape = model_shape(model)
+    if not shape.longest:
+        raise ConfigurationError(
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings"
+        )
+    return shape.longest, shape.layers
 
 
 def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:

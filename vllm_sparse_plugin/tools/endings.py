@@ -18,16 +18,13 @@ import errno
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.extras import missing_package
 
 BAD_INPUT, FAILED = 2, 3
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -37,16 +34,23 @@ UNWRITABLE = {
 """Errors of a disk or its permissions."""
 _WIDTH = 160
 """Columns of tables without a terminal."""
-_handlers: dict[signal.Signals, Any] = {}
+_handlers: dict[int, Any] = {}
 """Signal handlers from before the command."""
+
+
+class FailureError(RuntimeError):
+    """A server or an engine failed. The message is a sentence."""
 
 
 def open_console() -> Console:
     """Return a console for a command's output. Tables have a fixed width without a terminal."""
     console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(width=_WIDTH)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDTH)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is: lines are not wrapped, and brackets are no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def run(command: Callable[[], Any]) -> None:
@@ -59,7 +63,12 @@ def run(command: Callable[[], Any]) -> None:
         # A file name may contain bytes that no encoding accepts.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    _catch_signals()
+    # Signals end the command like an exception, which ends its child processes. Shells make background jobs ignore
+    # some signals, and so does `nohup`.
+    kept = {number: signal.getsignal(number) for number in _SIGNALS}
+    _handlers.update({n: old for n, old in kept.items() if old in (signal.SIG_DFL, signal.default_int_handler)})
+    for number in _handlers:
+        signal.signal(number, _interrupt)
     try:
         code, sentence = _outcome(command)
     finally:
@@ -69,24 +78,10 @@ def run(command: Callable[[], Any]) -> None:
     sys.exit(code)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Delay signals until the end of the block. Then deliver the last one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    kept = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
-    for number in kept:
-        signal.signal(number, lambda number, _frame: arrived.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-        if arrived:
-            signal.raise_signal(arrived[-1])
+def leave_signals() -> None:
+    """Restore the signal handlers from before the command, for programs that handle signals."""
+    while _handlers:
+        signal.signal(*_handlers.popitem())
 
 
 def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -100,12 +95,12 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
         sys.stdout.flush()
     except ConfigurationError as error:
         return BAD_INPUT, str(error)
-    except ModuleNotFoundError as error:
-        if (sentence := missing_package(error.name or "")) is None:
-            raise
-        return BAD_INPUT, sentence
+    except FailureError as error:
+        return FAILED, str(error)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not _is_out_of_memory(error):
+        # torch has errors of its own, on a GPU and on a CPU.
+        names = ("MemoryError", "OutOfMemoryError")
+        if type(error).__name__ not in names and "DefaultCPUAllocator" not in str(error):
             raise
         return FAILED, f"memory ran out: {str(error) or 'no reason given'}"
     except OSError as error:
@@ -121,30 +116,8 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
     return code, None
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch has too little memory, on a GPU or on a CPU."""
-    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-
-
-def _catch_signals() -> None:
-    """Let signals end the command like an exception, which ends its child processes."""
-    _handlers.clear()
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in _SIGNALS:
-        handler = signal.getsignal(number)
-        # Shells make background jobs ignore some signals, and so does `nohup`.
-        if handler in (signal.SIG_DFL, signal.default_int_handler):
-            _handlers[number] = handler
-            signal.signal(number, _interrupt)
-
-
-def leave_signals() -> None:
-    """Restore the signal handlers from before the command, for programs that handle signals."""
-    for number, handler in _handlers.items():
-        signal.signal(number, handler)
-
-
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    for each in _handlers:  # a second signal must not interrupt the clean-up
+        signal.signal(each, signal.SIG_IGN)
     print(f"{_SIGNALS[signal.Signals(number)]}: stopping", file=sys.stderr)
     sys.exit(128 + number)

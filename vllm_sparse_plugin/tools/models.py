@@ -16,18 +16,13 @@ from vllm_sparse_plugin.tools.caches import user_cache
 FETCHED = ("smollm2-135m", "gemma-3-270m")
 """Models that `fetch-model` knows."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_CONTENT = {
-    ".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors", ".tiktoken", ".txt"
-}  # fmt: skip
-"""File endings of a model."""
-_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(tiktoken|jinja)$")
-"""File names of a tokenizer."""
+_TOKENIZER = re.compile(
+    r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config|.*\.(tiktoken|jinja)$"
+)
+"""File names of a tokenizer, and of the file that names end tokens."""
 _BEGIN_WITH_BOS = "gemma"
 """Prefix of the `model_type` of models whose texts begin with `bos`, whatever their tokenizer says."""
 _MOST_CONFIG_BYTES = 1 << 24
-_WHOLE_BYTES = 1 << 26
-"""Files up to this size are compared whole. Of larger files `_PIECES` pieces are compared."""
-_PIECES, _PIECE_BYTES = 256, 1 << 16
 
 
 def folder_of(model: str | Path) -> Path:
@@ -62,30 +57,17 @@ def download_command(name: str) -> str | None:
 def name_of(folder: Path) -> str:
     """Return the name of a model without its organisation. Folders in Hugging Face's cache are named by commit."""
     folder = folder.resolve()
-    if _is_snapshot(folder):
+    if folder.parent.name == "snapshots":
         return folder.parent.parent.name.rpartition("--")[2]
     return folder.name
 
 
-def fingerprint(model: str | Path, tokenizer: bool = False) -> str | None:
-    """Return a text that identifies the contents of a model; None if the model is not on this machine.
-
-    For a model in Hugging Face's cache it is the commit. For a folder it is a digest of the files. Of files above 64
-    MiB it uses the size and 256 pieces, because training changes weights nearly everywhere.
-
-    Args:
-        model: folder, file or name.
-        tokenizer: whether to use only the files of the tokenizer.
-    """
-    folder = folder_of(model)
-    if folder.is_dir() and _is_snapshot(folder.resolve()):
-        return folder.resolve().name
-    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
+def tokenizer_digest(folder: Path) -> str:
+    """Return 16 hexadecimal digits that identify the files of a model's tokenizer and its end tokens."""
     digest = hashlib.sha256()
-    for file in files:
-        if file.is_file() and file.suffix in _CONTENT and (not tokenizer or _TOKENIZER.match(file.name)):
-            _add(file, digest)
-    return digest.hexdigest()[:16] if files else None
+    for file in sorted(each for each in folder.glob("*") if _TOKENIZER.match(each.name)):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -110,17 +92,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json for the language model, also for multimodal models."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
-
-
-def head_size_of(config: Mapping[str, Any]) -> int:
-    """Return the head size, from the part of a config.json that `text_config` returns.
-
-    Raises:
-        KeyError, TypeError, ValueError, ArithmeticError: a field is missing or invalid.
-    """
-    if config.get("head_dim") is not None:
-        return int(config["head_dim"])
-    return int(config["hidden_size"]) // int(config["num_attention_heads"])
 
 
 def end_tokens(model: str | Path) -> frozenset[int]:
@@ -247,20 +218,3 @@ def explain_load(folder: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"model: got {name_of(folder)!r} ({reason}), allowed: a model that transformers can load"
         ) from None
-
-
-def _is_snapshot(folder: Path) -> bool:
-    return folder.parent.name == "snapshots"
-
-
-def _add(file: Path, digest: Any) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode("utf-8", "surrogateescape"))
-    with file.open("rb") as opened:
-        if size <= _WHOLE_BYTES:
-            while piece := opened.read(_PIECE_BYTES):
-                digest.update(piece)
-            return
-        for number in range(_PIECES):
-            opened.seek(number * max(size - _PIECE_BYTES, 0) // (_PIECES - 1))
-            digest.update(opened.read(_PIECE_BYTES))

@@ -1,4 +1,4 @@
-"""Description of a run for its result file."""
+"""Result files: the description of their run, and how they are written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,9 +32,11 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
         commit: the measured commit, if the checkout cannot tell.
         packages: further distributions whose versions matter.
     """
+    path = Path(sys.argv[0])
+    program = ["python", f"{path.parent.name}/{path.name}"] if path.suffix == ".py" else [path.name]
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"{_program()} {shlex.join(_shown(argument) for argument in sys.argv[1:])}".rstrip(),
+        "command": shlex.join([*program, *map(_shown, sys.argv[1:])]),
         **({"model": name_of(model)} if model else {}),
         "versions": {"python": platform.python_version(), **versions_of((*_PACKAGES, *packages))},
         "hardware": {**describe_gpu(), "processor": _processor(), "cores": os.cpu_count()},
@@ -44,38 +46,25 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
     return about
 
 
+@contextmanager
+def explain_writing(path: Path, option: str, what: str = "file") -> Iterator[None]:
+    """Turn an error of the file system into a refusal."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a {what} that can be written"
+        ) from None
+
+
 def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[str]:
     """Open a result file.
 
     Raises:
         ConfigurationError: the file cannot be written; the message names `option`.
     """
-    try:
+    with explain_writing(path, option):
         return path.open(mode, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
-
-
-@contextmanager
-def writing_in(folder: Path, option: str) -> Iterator[None]:
-    """Make a folder. A new folder that is still empty at the end is removed.
-
-    Raises:
-        ConfigurationError: the folder cannot be made; the message names `option`.
-    """
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{option}: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
-    try:
-        yield
-    finally:
-        if is_new:
-            with suppress(OSError):  # it has files
-                folder.rmdir()
 
 
 def check_output(path: Path, option: str) -> None:
@@ -113,78 +102,40 @@ def replacing(path: Path, option: str) -> Iterator[Path]:
     target = path.resolve()
     part = target.with_name(f".{target.stem}.part{target.suffix}")
     try:
-        yield part
-        part.replace(target)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+        with explain_writing(path, option):
+            yield part
+            part.replace(target)
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
 
 
 class Report:
-    """A JSON lines file. It replaces the file of an earlier run when its first row is written."""
+    """Rows of a JSON lines file, or of nothing without a file. The first error ends the writing, not the run."""
 
-    def __init__(self, path: Path | None, option: str, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Check that the file can be written.
-
-        Args:
-            path: of the file; None to write nothing.
-            option: name of the option.
-            describe: returns the first line, a description of the run.
-
-        Raises:
-            ConfigurationError: the file cannot be written; the message names `option`.
-        """
-        self._path, self._option = path, option
+    def __init__(self, path: Path | None, about: Mapping[str, Any]) -> None:
+        self._path, self._rows = path, [about]
         self._file: IO[str] | None = None
-        self._error: OSError | None = None
-        if path is None:
-            return
-        is_special = path.exists() and not path.is_file()
-        if not is_special:
-            check_output(path, option)
-        self._about = describe()
-        if is_special:
-            # A device or pipe loses nothing, and shows with the first line whether it is writable.
-            self._write()
-            self.check()
+        self.error: OSError | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write a row. The first error ends the writing, not the run, see `check`."""
-        if self._path is not None and self._error is None:
-            self._write(row)
-
-    def check(self) -> None:
-        """Check that everything was written.
-
-        Raises:
-            ConfigurationError: a row was not written.
-        """
-        if self._error is not None:
-            raise ConfigurationError(
-                f"{self._option}: got {str(self._path)!r} ({self._error.strerror}), allowed: a file that can be written"
-            )
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self._error = self._error or error
-
-    def _write(self, *rows: Mapping[str, Any]) -> None:
-        assert self._path is not None
+        """Write a row. The first one replaces the file of an earlier run."""
+        if self._path is None or self.error is not None:
+            return
+        self._rows.append(row)
         try:
-            if self._file is None:
-                self._file, rows = self._path.open("w", encoding="utf-8"), (self._about, *rows)
-            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file = self._file or self._path.open("w", encoding="utf-8")
+            self._file.writelines(json.dumps(each) + "\n" for each in self._rows)
             self._file.flush()
         except OSError as error:
-            self._error = error
+            self.error = error
+        self._rows.clear()
+
+    def close(self) -> None:
+        """Close the file. A full disk has been noted, see `error`."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
 
 
 @contextmanager
@@ -195,9 +146,17 @@ def open_report(path: Path | None, model: Path, option: str, commit: str | None 
         ConfigurationError: the file cannot be written; the message names `option`. A failure during the run is raised
             at the end of the block, so the run can print its results.
     """
-    with closing(Report(path, option, lambda: describe_run(model, commit))) as report:
+    # A pipe or a device loses nothing.
+    if path is not None and not path.is_fifo() and not path.is_char_device():
+        check_output(path, option)
+    report = Report(path, {} if path is None else describe_run(model, commit))
+    try:
         yield report
-    report.check()
+    finally:
+        report.close()
+    if path is not None and report.error is not None:
+        with explain_writing(path, option):
+            raise report.error
 
 
 def describe_gpu() -> dict[str, str]:
@@ -214,15 +173,6 @@ def describe_gpu() -> dict[str, str]:
     return {}
 
 
-def _program() -> str:
-    """Return the command without its arguments, as typed in a checkout."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
-        return f"python -m {spec.name.removesuffix('.__main__')}"
-    program = Path(sys.argv[0])
-    return program.name if program.suffix != ".py" else f"python {program.parent.name}/{program.name}"
-
-
 def _shown(argument: str) -> str:
     """Return an argument without the folders of this machine."""
     option, equals, value = argument.rpartition("=")
@@ -236,12 +186,9 @@ def _commit() -> str | None:
     """Return the checkout's commit, with `+` if files differ; None outside a checkout."""
     if not (_ROOT / ".git").exists():
         return None
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        head, changes = (
-            subprocess.run(["git", *command], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-        return f"{head}+" if changes else head
+        return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
     return None
 
 

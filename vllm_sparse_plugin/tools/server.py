@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.cores import bind_to_every_core
-from vllm_sparse_plugin.tools.endings import undisturbed
+from vllm_sparse_plugin.tools.endings import FailureError
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 
@@ -36,7 +37,7 @@ _AFTERMATH = re.compile(
 """Marks an error caused by an earlier one."""
 
 
-class ServerError(RuntimeError):
+class ServerError(FailureError):
     """The server did not start or stopped answering; the message has the end of its log."""
 
 
@@ -62,8 +63,6 @@ class ServerSettings:
     """Time limit for the start."""
     program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
     """Command line of `vllm-sparse`, possibly of another installation."""
-    folder: Path | None = None
-    """Working directory of the server; None for that of this process."""
     log_lines: int = 20
     """Log lines that a failure shows; 0 for one sentence with the last error of the log."""
     every_core: bool = False
@@ -96,7 +95,6 @@ class LaunchedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=settings.folder,
                 env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,
             )
@@ -109,63 +107,49 @@ class LaunchedServer:
         """
         end = time.monotonic() + self.settings.start_seconds
         with self.explain_failures():
-            while time.monotonic() < end:
-                if self.process.poll() is not None:
-                    raise ChildProcessError
+            while time.monotonic() < end and self.process.poll() is None:
                 with suppress(OpenAIError):
                     self.client.get(self._health, cast_to=object, options={"timeout": 5})
                     return
                 time.sleep(0.5)
-            raise TimeoutError
+            raise EndpointError(f"was not ready after {self.settings.start_seconds:g} seconds")
 
     @contextmanager
     def explain_failures(self) -> Iterator[None]:
-        """Turn errors while the server is asked into a ServerError."""
+        """Turn errors while the server is asked into a ServerError with the end or the cause of its log."""
         try:
             yield
-        except (OpenAIError, EndpointError, TimeoutError, ChildProcessError) as error:
-            raise ServerError(f"the {self.name} server {self._reason(error)}{self._end_of_log()}") from error
+        except (OpenAIError, EndpointError) as error:
+            reason = f"did not answer a question ({' '.join(str(error).split())})"
+            if isinstance(error, EndpointError):
+                reason = str(error)
+            if self.process.poll() is not None:
+                reason = f"ended with exit code {self.process.returncode}"
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            if self.settings.log_lines:
+                tail = "\n".join(text.splitlines()[-self.settings.log_lines :])
+                ending = f"; the end of its log {self.log}:\n{tail}"
+            else:
+                cause = last_error(text)
+                ending = f"{f' ({cause})' if cause else ''}; its log is {self.log}"
+            raise ServerError(f"the {self.name} server {reason}{ending}") from error
 
     def stop(self) -> None:
         """End the server and its child processes. Repeated calls have no effect."""
-        with undisturbed():
-            if not self._is_stopped:
-                self.client.close()
-                stop_group(self.process, _STOP_SECONDS)
-            self._is_stopped = True
-
-    def _reason(self, error: Exception) -> str:
-        if self.process.poll() is not None:
-            return f"ended with exit code {self.process.returncode}"
-        if isinstance(error, TimeoutError):
-            return f"was not ready after {self.settings.start_seconds:g} seconds"
-        if isinstance(error, ChildProcessError):
-            return f"was asked by a command that failed ({error})"
-        if isinstance(error, EndpointError):
-            return str(error)
-        return f"did not answer a question ({' '.join(str(error).split())})"
-
-    def _end_of_log(self) -> str:
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        if self.settings.log_lines:
-            tail = "\n".join(text.splitlines()[-self.settings.log_lines :])
-            return f"; the end of its log {self.log}:\n{tail}"
-        cause = last_error(text)
-        return f" ({cause}); its log is {self.log}" if cause else f"; its log is {self.log}"
+        if not self._is_stopped:
+            self.client.close()
+            stop_group(self.process)
+        self._is_stopped = True
 
 
 @contextmanager
 def launch_server(name: str, settings: ServerSettings) -> Iterator[LaunchedServer]:
     """Start `vllm-sparse serve` without waiting for it. Stop it at the end. Keep its log after a failure."""
-    server = None
+    server = LaunchedServer(name, settings)
     try:
-        # A signal must not arrive between the start of the process and the block that ends it.
-        with undisturbed():
-            server = LaunchedServer(name, settings)
         yield server
     finally:
-        if server is not None:
-            server.stop()
+        server.stop()
     server.log.unlink(missing_ok=True)
 
 
@@ -183,19 +167,6 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
             yield server.client
 
 
-def _command(settings: ServerSettings, port: int) -> list[str]:
-    command = [*settings.program, "serve", str(settings.model), "--served-model-name", settings.model.name]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    if settings.eager:
-        command.append("--enforce-eager")
-    command += ["--max-model-len", str(settings.max_model_len), *settings.arguments]
-    if settings.backend is not None:
-        command += ["--attention-backend", settings.backend]
-    if settings.additional_config is not None:
-        command += ["--additional-config", settings.additional_config]
-    return command
-
-
 def last_error(log: str) -> str | None:
     """Return the last error in a log; None without one.
 
@@ -208,24 +179,31 @@ def last_error(log: str) -> str | None:
     return (causes or errors or [None])[-1]
 
 
-def stop_group(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
+def stop_group(process: subprocess.Popen[bytes]) -> None:
     """End a process group: its leader and all its child processes.
 
-    Signals to this process do not shorten the wait.
-
     Args:
-        process: leader of the group.
-        seconds: time limit for a normal end.
+        process: leader of the group. It has some seconds for a normal end.
     """
-    with undisturbed():
-        process.terminate()
-        end = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < end:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.1)
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
+
+
+@contextmanager
+def group_of(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command as the leader of a process group, which ends with the block. Options are those of `Popen`."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        stop_group(process)
 
 
 def _make_log(name: str) -> Path:
@@ -237,3 +215,14 @@ def _make_log(name: str) -> Path:
         ) from None
     os.close(descriptor)
     return Path(path)
+
+
+def _command(settings: ServerSettings, port: int) -> list[str]:
+    command = [*settings.program, "serve", str(settings.model), "--served-model-name", settings.model.name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    command += ["--max-model-len", str(settings.max_model_len), *settings.arguments]
+    for option, value in (
+        ("--attention-backend", settings.backend), ("--additional-config", settings.additional_config)
+    ):  # fmt: skip
+        command += [] if value is None else [option, value]
+    return [*command, "--enforce-eager"] if settings.eager else command

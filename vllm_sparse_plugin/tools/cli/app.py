@@ -9,8 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.tools.arguments import run_app
-from vllm_sparse_plugin.tools.endings import leave_signals
+from vllm_sparse_plugin.tools.endings import leave_signals, run
 
 
 class Command(NamedTuple):
@@ -22,58 +21,38 @@ class Command(NamedTuple):
     """Attribute of the module: a function, or a Typer app with subcommands."""
     help: str
     """First sentence of the docstring."""
-    passes_on: bool = False
-    """Whether all arguments, `--help` included, go to another program. That program handles signals."""
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command(
-        "vllm_commands", "serve", "Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`.", True
-    ),
-    "bench": Command("vllm_commands", "bench", "Run vLLM's benchmarks: the same arguments as `vllm bench`.", True),
-    "show-config": Command(
-        "show_config", "show_config", "Print the resolved configuration and where each value came from."
-    ),
-    "plan": Command("plan", "plan", "Print how many requests fit a GPU's memory with each preset. Starts no server."),
-    "needles": Command(
-        "needle_test",
-        "needle_test",
-        "Ask sparse servers and a dense server the same needle questions and compare their accuracy.",
-    ),
-    "fetch-model": Command(
-        "fetch_model",
-        "fetch_model",
-        "Download a real model, convert it for vLLM, and print its folder and licence.",
-    ),
-    "real": Command(
-        "real",
-        "real",
-        "Download a real model and compare sparse with dense attention on needles and on text.",
-    ),
-    "eval": Command("evaluate", "app", "Ask a model long-context questions and score the answers."),
-    "diagnose": Command(
-        "diagnose",
-        "diagnose",
-        "Compare the pages that each policy selects with dense attention, in one forward pass per prompt.",
-    ),
-    "tune": Command(
-        "tune",
-        "tune",
-        "Find the cheapest settings that still answer like dense attention on your prompts.",
-    ),
-    "calibrate": Command(
-        "calibrate",
-        "calibrate",
-        "Fit SinkRouter's thresholds for one model, and report whether to use them.",
-    ),
-    "anchors": Command(
-        "anchors",
-        "anchors",
-        "Find the layers of one model whose pages the layers behind them can read.",
-    ),
-    "train": Command("train", "train", "Fine-tune a model on the pages that serving selects."),
-}
+    name: Command(*rest)
+    for name, *rest in (
+        ("serve", "vllm_commands", "serve",
+         "Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`."),
+        ("bench", "vllm_commands", "bench", "Run vLLM's benchmarks: the same arguments as `vllm bench`."),
+        ("show-config", "show_config", "show_config",
+         "Print the resolved configuration and where each value came from."),
+        ("plan", "plan", "plan", "Print how many requests fit a GPU's memory with each preset. Starts no server."),
+        ("needles", "needle_test", "needle_test",
+         "Ask sparse servers and a dense server the same needle questions and compare their accuracy."),
+        ("fetch-model", "fetch_model", "fetch_model",
+         "Download a real model, convert it for vLLM, and print its folder and licence."),
+        ("real", "real", "real",
+         "Download a real model and compare sparse with dense attention on needles and on text."),
+        ("eval", "evaluate", "app", "Ask a model long-context questions and score the answers."),
+        ("diagnose", "diagnose", "diagnose",
+         "Compare the pages that each policy selects with dense attention, in one forward pass per prompt."),
+        ("tune", "tune", "tune", "Find the cheapest settings that still answer like dense attention on your prompts."),
+        ("calibrate", "calibrate", "calibrate",
+         "Fit SinkRouter's thresholds for one model, and report whether to use them."),
+        ("anchors", "anchors", "anchors", "Find the layers of one model whose pages the layers behind them can read."),
+        ("train", "train", "train", "Fine-tune a model on the pages that serving selects."),
+    )
+}  # fmt: skip
 """Commands by name."""
+_PASSED_ON: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "add_help_option": False,
+}  # fmt: skip
+"""Settings of commands whose arguments, `--help` included, go to another program. That program handles signals."""
 
 
 class LazyGroup(TyperGroup):
@@ -82,8 +61,6 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the imported command and the remaining arguments."""
         if args and args[0] in COMMANDS:
-            if COMMANDS[args[0]].passes_on:
-                leave_signals()
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
 
@@ -96,22 +73,16 @@ def load(name: str) -> Any:
     """
     command = COMMANDS[name]
     target = getattr(importlib.import_module(f"vllm_sparse_plugin.tools.cli.{command.module}"), command.name)
+    passes_on = command.module == "vllm_commands"
+    if passes_on:
+        leave_signals()
     if not isinstance(target, typer.Typer):
         # Markdown joins the lines of a docstring and wraps them at the width of the terminal.
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        target.command(name, **_settings(command))(function)
+        target.command(name, **(_PASSED_ON if passes_on else {}))(function)
     loaded = typer.main.get_command(target)
     loaded.name = name
     return loaded
-
-
-def _settings(command: Command) -> dict[str, Any]:
-    if not command.passes_on:
-        return {}
-    return {
-        "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
-        "add_help_option": False,
-    }
 
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -136,4 +107,4 @@ def _vllm_sparse(
 
 def main() -> None:
     """Run the command line. It ends in one sentence and a documented exit code, see `endings`."""
-    run_app(app)
+    run(app)

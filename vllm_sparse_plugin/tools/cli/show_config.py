@@ -21,7 +21,7 @@ from vllm_sparse_plugin.tools.arguments import (
     find_preset,
     parse_additional_config,
 )
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.models import read_config
 
 
@@ -54,7 +54,7 @@ def show_config(
     console = open_console()
     console.print(table)
     for notice in notices:
-        console.print(notice, highlight=False, markup=False, soft_wrap=True)
+        say(console, notice)
 
 
 def _trained_section(folder: Path) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
-"""Shows the progress of long work: a bar on a terminal, otherwise a line every few seconds."""
+"""Shows the progress of long work: a bar on a terminal, otherwise a line at most every few seconds."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from vllm_sparse_plugin.tools.endings import say
+
 LINE_SECONDS = 15.0
-"""Seconds between two lines without a terminal."""
+"""Least seconds between two lines without a terminal."""
 
 
 class Advance(Protocol):
@@ -43,59 +44,22 @@ def show_progress(console: Console, title: str, total: float | None = None) -> I
     Yields:
         A function to call after each part.
     """
-    if not console.is_terminal:
-        with _Lines(console, title, total) as lines:
-            yield lines.advance
+    if console.is_terminal:
+        counted = () if total is None else (BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=total is None) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda text=None, done=1: bar.update(task, advance=done, description=text)
         return
-    counted = () if total is None else (BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=total is None) as bar:
-        task = bar.add_task(title, total=total)
+    begin = shown = time.monotonic()
+    finished = 0.0
 
-        def advance(text: str | None = None, done: float = 1) -> None:
-            bar.update(task, advance=done, description=text)
+    def advance(text: str | None = None, done: float = 1) -> None:
+        nonlocal shown, finished
+        finished, now = finished + done, time.monotonic()
+        if now - shown >= LINE_SECONDS:
+            shown, share = now, f"{finished / total:.0%}, " if total else ""
+            say(console, f"{text or title}: {share}{now - begin:.0f} s")
 
-        yield advance
-
-
-class _Lines:
-    """Prints the title, then progress from a thread, also while a part takes long."""
-
-    def __init__(self, console: Console, title: str, total: float | None) -> None:
-        self._console, self._text, self._total = console, title, total
-        self._done = 0.0
-        self._begin = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, daemon=True)
-
-    def advance(self, text: str | None = None, done: float = 1) -> None:
-        self._text, self._done = text or self._text, self._done + done
-
-    def __enter__(self) -> _Lines:
-        self._print(self._text)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(LINE_SECONDS):
-            self._print(f"{self._text}: {self._state()}")
-
-    def _state(self) -> str:
-        seconds = time.monotonic() - self._begin
-        state = f"{seconds:.0f} s"
-        if self._total and self._done:
-            state = (
-                f"{self._done / self._total:.0%}, {state}, {_minutes(seconds * (self._total / self._done - 1))} left"
-            )
-        return state
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _minutes(seconds: float) -> str:
-    return f"about {seconds / 60:.0f} min" if seconds >= 60 else "less than a minute"
+    say(console, title)
+    yield advance
