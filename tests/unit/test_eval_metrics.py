@@ -1,7 +1,6 @@
 import pytest
 
-from vllm_sparse_plugin.tools.eval.items import Item
-from vllm_sparse_plugin.tools.eval.metrics import score
+from vllm_sparse_plugin.tools.eval.items import Item, score
 
 CASES = [
     # RULER: substrings, whatever the case.

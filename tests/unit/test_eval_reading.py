@@ -3,19 +3,19 @@ import torch
 
 from vllm_sparse_plugin.config.account import ModelKeys
 from vllm_sparse_plugin.metrics.live import READS, SKIPPED, DeviceCounts, count_totals
-from vllm_sparse_plugin.tools.eval.reading import CountingWorker, EngineShares, resolve_arguments
+from vllm_sparse_plugin.tools.eval.reading import CountingWorker, resolve_arguments, shares_of
 
 BLOCKS, STOPPED = (ratio.name for ratio in READS)
 (ROUTED,) = (ratio.name for ratio in SKIPPED)
 
 
-def shares_of(backend: str | None, settings: dict) -> EngineShares:
+def keys_of(backend: str | None, settings: dict) -> ModelKeys:
     arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
-    return EngineShares(ModelKeys(resolve_arguments(arguments), num_layers=8, head_size=64, block_size=64))
+    return ModelKeys(resolve_arguments(arguments), num_layers=8, head_size=64, block_size=64)
 
 
 def share_of(backend: str | None, settings: dict, before: list[dict], after: list[dict]) -> float:
-    return shares_of(backend, settings).of(16384, 2, before, after).read
+    return shares_of(keys_of(backend, settings), 16384, 2, before, after).read
 
 
 def test_vllms_own_attention_reads_everything():
@@ -25,8 +25,8 @@ def test_vllms_own_attention_reads_everything():
 
 
 def test_where_lengths_tell_nothing_is_counted():
-    keys = shares_of("snapkv", {}).keys
-    assert shares_of("snapkv", {}).of(16384, 100, [], []) == keys.shares(16384, 100)
+    keys = keys_of("snapkv", {})
+    assert shares_of(keys, 16384, 100, [], []) == keys.shares(16384, 100)
     assert keys.shares(16384, 100).read < 0.1
 
 
@@ -39,8 +39,8 @@ def test_attention_that_stops_reads_what_its_workers_have_counted_since():
 @pytest.mark.parametrize("backend", ["art", "sinkrouter"])
 def test_shares_that_no_worker_counts_are_unknown(backend):
     """An engine with another worker extension counts nothing. Both would seem to read everything."""
-    assert shares_of(backend, {}).of(16384, 2, [], []) is None
-    assert shares_of("unique", {}).of(16384, 2, [], []) is not None
+    assert shares_of(keys_of(backend, {}), 16384, 2, [], []) is None
+    assert shares_of(keys_of("unique", {}), 16384, 2, [], []) is not None
 
 
 def test_layers_that_are_routed_read_what_is_not_skipped():
@@ -49,14 +49,6 @@ def test_layers_that_are_routed_read_what_is_not_skipped():
     assert share_of("sinkrouter", {}, before, after) == pytest.approx((2 + 6 * 0.25) / 8)
     both = share_of("sinkrouter", {"stopping": {}}, [{}], [{ROUTED: (30, 40), STOPPED: (1, 2)}])
     assert both == pytest.approx((2 * 0.5 + 6 * 0.25 * 0.5) / 8)
-
-
-def test_what_is_counted_depends_on_the_settings():
-    for backend, settings, is_counted in (
-        ("unique", {}, False), ("dense", {}, False), ("art", {}, True), ("sinkrouter", {}, True),
-        ("unique", {"stopping": {}}, True), (None, {}, False),
-    ):  # fmt: skip
-        assert shares_of(backend, settings).is_counted == is_counted
 
 
 def test_a_worker_tells_what_all_its_layers_have_counted():

@@ -1,12 +1,10 @@
 import functools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.tools.needles import ALL_TASKS, Question, answer_tokens, build_questions, is_correct
 
 CONTEXT = 4096
@@ -77,15 +75,11 @@ def test_the_same_seed_gives_the_same_questions_and_another_seed_others(task):
     assert {question.answer for question in other}.isdisjoint(question.answer for question in again)
 
 
-@pytest.mark.parametrize("task", [task for task in ALL_TASKS if task != "single"])
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_questions_of_a_document_differ_in_their_last_line_only(task):
     documents = {question.prompt.rpartition("\n")[0] for question in questions(task)}
-    assert len(documents) == 1
+    assert len(documents) == (COUNT if task == "single" else 1)
     assert len({question.prompt for question in questions(task)}) == COUNT
-
-
-def test_single_needles_have_a_document_each():
-    assert len({question.prompt[:200] for question in questions("single")}) == COUNT
 
 
 def test_a_document_has_eight_questions():
@@ -96,37 +90,10 @@ def test_a_document_has_eight_questions():
     assert documents[8] != documents[0]
 
 
-@pytest.mark.parametrize("completion", ["{}", " {}", " {}\n", " {} \n\ndef load(path):\n", "\n{}\n1234567"])
-def test_the_answer_on_the_first_line_is_correct(completion):
-    question = Question("single", CONTEXT, "prompt", "4815162")
-    assert is_correct(question, completion.format(question.answer))
-
-
 @pytest.mark.parametrize(
-    "completion", ["", "\n", "4815163", "481516", "48151620", "4815162.", "4815162 4815162", "x\n4815162"]
-)
-def test_anything_else_is_not_correct(completion):
-    assert not is_correct(Question("single", CONTEXT, "prompt", "4815162"), completion)
-
-
-def test_all_values_of_an_answer_are_needed_in_order():
-    question = Question("multiquery", CONTEXT, "prompt", "1, 2, 3")
-    assert is_correct(question, " 1, 2, 3\n")
-    assert not is_correct(question, " 1, 2")
-    assert not is_correct(question, " 1, 3, 2")
-    assert not is_correct(replace(question, answer="1, 2"), " 1, 2, 3")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("haystack", CONTEXT, 1), f"task: got 'haystack', allowed: {choices(ALL_TASKS)}"),
-        (("kv", 4095, 1), "context: got 4095 tokens, allowed: 4096 or more"),
-        (("kv", CONTEXT, 0), "questions: got 0, allowed: 1 or more"),
-        (("kv", CONTEXT, -1), "questions: got -1, allowed: 1 or more"),
-    ],
-)
-def test_bad_arguments_get_one_sentence(arguments, sentence):
-    with pytest.raises(ConfigurationError) as caught:
-        build_questions(tokenizer(), *arguments, seed=0)
-    assert str(caught.value) == sentence
+    ("completion", "right"),
+    [(" 1, 2", True), (" 1, 2 \n\n3", True), ("\n1, 2\n3", True), ("", False), ("1, 2.", False), ("x\n1, 2", False),
+     ("1", False), ("2, 1", False), ("1, 2, 3", False)],
+)  # fmt: skip
+def test_the_first_line_is_the_answer(completion, right):
+    assert is_correct(Question("multiquery", CONTEXT, "prompt", "1, 2"), completion) == right

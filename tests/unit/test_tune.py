@@ -9,12 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.account import ModelKeys
 from vllm_sparse_plugin.tools import endings
-from vllm_sparse_plugin.tools.arguments import budget_section
 from vllm_sparse_plugin.tools.cli import main, tune
 from vllm_sparse_plugin.tools.eval import statistics
 
@@ -102,7 +100,6 @@ BUDGETS = ("--budget", "4096", "--budget", "256", "--budget", "1024")
     ("measure", "most", "excess", "chosen"),
     [
         ("agreement", 0.2, ["+45.0%", "+20.0%", "+0.0%"], "unique-4096"),
-        ("agreement", 0.5, ["+45.0%", "+20.0%", "+0.0%"], "unique-1024"),
         ("overlap", 0.5, ["+22.5%", "+10.0%", "+0.0%"], "unique-256"),
         ("likelihood", 0.3, ["+16.1%", "+7.5%", "+0.0%"], "unique-1024"),
     ],
@@ -122,7 +119,6 @@ def test_what_reads_least_without_losing_more_beyond_the_noise_is_chosen(
     ]  # fmt: skip
     assert [name for name, cells in found.items() if cells[8] == "chosen"] == [chosen]
     assert "Least bytes read per token first." in out
-    assert (tmp_path / "out" / "frontier.png").read_bytes().startswith(b"\x89PNG")
     _, *lines = map(json.loads, (tmp_path / "out" / "frontier.jsonl").read_text().splitlines())
     assert [line["setting"] for line in lines] == ["unique-4096", "unique-256", "unique-1024"]
     assert [line["agreement"]["value"] for line in lines] == pytest.approx([0.95, 0.5, 0.75])
@@ -140,14 +136,6 @@ def test_what_reads_least_without_losing_more_beyond_the_noise_is_chosen(
     assert str(preset) in out.splitlines()[-1]
     serve = f"vllm-sparse serve {MODEL} --attention-backend unique --additional-config "
     assert out.splitlines()[-1].startswith(serve)
-
-
-def test_what_stops_early_with_the_noise_of_dense_attention_is_chosen(run, evaluations):
-    """A target for the agreement itself would refuse it: dense attention does not reach it either."""
-    code, out, _ = run("--attention-backend", "art", "--most-excess", "0.2")
-    assert code == 0
-    assert rows(out)["art"][0].startswith("0.950 [")
-    assert rows(out)["art"][1].startswith("+0.0% [-")
 
 
 def test_eviction_is_chosen_by_what_it_keeps(run, evaluations, tmp_path):
@@ -177,31 +165,6 @@ def test_every_budget_moves_what_is_read_or_kept(backend):
     assert backend in ("unique", "quest") or all(kept < 0.2 for _, kept in shares)
 
 
-def test_the_budget_of_drafts_moves_nothing():
-    assert budget_section("lossless") is None
-
-
-def test_memory_is_saved_by_backends_that_evict(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(tune, "_settings", lambda names, budgets: asked.append(names) or [])
-    monkeypatch.setattr(tune, "_run", lambda _: (2, "error: enough\n"))
-    run("--minimise", "memory")
-    run()
-    assert asked == [("streaming_llm", "snapkv", "pyramidkv", "h2o"), ("unique",)]
-
-
-def test_the_interval_of_one_prompt_is_unknown(run, evaluations, prompts, tmp_path):
-    prompts.write_text(json.dumps({"prompt": "text"}))
-    run(*BUDGETS, "--measure", "likelihood")
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    lines = (tmp_path / "out" / "frontier.jsonl").read_text().splitlines()
-    _, *found = (json.loads(line, parse_constant=refuse) for line in lines)
-    assert [(line["likelihood"]["low"], line["likelihood"]["count"]) for line in found][1] == (None, 1)
-
-
 def test_every_engine_decodes_the_same_tokens_under_its_own_settings(run, evaluations):
     assert run(*BUDGETS, "--attention-backend", "art", "--attention-backend", "unique", "--most-excess", "0.2")[0] == 0
     options = [dict(pairwise(command)) for command in evaluations]
@@ -215,16 +178,6 @@ def test_every_engine_decodes_the_same_tokens_under_its_own_settings(run, evalua
     sections = [json.loads(each["--additional-config"])[KEY] for each in options[2:]]
     assert sections[0] == {}
     assert [section["selection"]["budget_tokens"] for section in sections[1:]] == [4096, 256, 1024]
-
-
-def test_nothing_is_written_where_everything_loses_more(run, evaluations, tmp_path):
-    code, out, _ = run("--budget", "256", "--most-excess", "0.0004")
-    assert code == 1
-    assert out.splitlines()[-1] == (
-        "No setting that reads or keeps less is shown to lose at most 0.04% of tokens beyond the noise of dense "
-        "attention. Give more prompts, raise --most-excess, or serve dense attention."
-    )
-    assert not (tmp_path / "out" / "sparse.yaml").exists()
 
 
 def test_what_half_of_the_prompts_chooses_the_other_half_must_confirm(run, evaluations, monkeypatch, tmp_path):
@@ -258,6 +211,7 @@ def test_the_preset_of_an_earlier_run_is_removed_where_everything_loses_more(run
     code, out, _ = run("--budget", "256", "--most-excess", "0.2")
     assert (code, preset.exists()) == (1, False)
     assert out.splitlines()[-1] == f"Removed {preset} of an earlier run."
+    assert "No setting that reads or keeps less is shown to lose at most 20% of tokens beyond the noise" in out
     assert "Removed" not in run("--budget", "256", "--most-excess", "0.2")[1]
 
 
@@ -266,46 +220,6 @@ def test_what_reads_everything_is_not_chosen(run, evaluations):
     assert code == 1
     assert rows(out)["unique-8192"][0].startswith("1.000 [")
     assert rows(out)["unique-8192"][5] == "100.0%"
-
-
-def test_a_backend_without_a_budget_is_a_preset_without_settings(run, evaluations, tmp_path):
-    assert run("--attention-backend", "art", "--most-excess", "0.2")[0] == 0
-    assert yaml.safe_load((tmp_path / "out" / "sparse.yaml").read_text()) == {}
-
-
-def test_a_run_says_what_it_does_where_there_is_no_terminal(run, evaluations):
-    out = run("--budget", "4096")[1]
-    assert [line for line in out.splitlines() if line.endswith("in a separate engine")] == [
-        f"{name}: decoding the prompts in a separate engine" for name in ("dense", "dense-again", "unique-4096")
-    ]
-
-
-def test_our_backend_without_selection_is_not_taken_for_the_reference(run, evaluations):
-    run("--attention-backend", "dense", "--attention-backend", "DENSE")
-    options = [dict(pairwise(command)) for command in evaluations]
-    assert [each["--label"] for each in options] == ["dense", "dense-again", "backend-dense"]
-    assert len({each["--output"] for each in options}) == 3
-
-
-def test_the_table_is_printed_and_the_last_preset_kept_where_the_disk_is_full(run, evaluations, tmp_path, monkeypatch):
-    assert run(*BUDGETS, "--most-excess", "0.7")[0] == 0
-    kept = (tmp_path / "out" / "sparse.yaml").read_text()
-
-    write = Path.write_text
-
-    def fail(self, *given: object, **options: object) -> int:
-        if self.stem.endswith(".part"):
-            raise OSError(28, "No space left on device")
-        return write(self, *given, **options)
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    code, out, err = run(*BUDGETS, "--most-excess", "0.2")
-    assert (code, len(rows(out))) == (2, 4)
-    assert err.startswith(
-        f"error: output: got {str(tmp_path / 'out' / 'frontier.jsonl')!r} (No space left on device), "
-    )
-    assert len(err.splitlines()) == 1
-    assert (tmp_path / "out" / "sparse.yaml").read_text() == kept
 
 
 CHANGED = {
@@ -317,12 +231,9 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-@pytest.mark.parametrize("label", ["dense-again", "unique-1024"])
-def test_results_of_other_prompts_or_another_model_are_not_compared(
-    run, evaluations, tmp_path, monkeypatch, changed, label
-):
+def test_results_of_other_prompts_or_another_model_are_not_compared(run, evaluations, tmp_path, monkeypatch, changed):
     """A file or the model was replaced while an engine ran. Its answers to other texts looked like a loss."""
-    evaluate = tune._run
+    evaluate, label = tune._run, "dense-again" if changed == "prompts" else "unique-1024"
 
     def change(command: list[str]) -> tuple[int, str]:
         found = evaluate(command)
@@ -357,8 +268,7 @@ def test_other_settings_of_the_engine_hold_for_every_engine(run, evaluations):
         assert (KEY in found["additional_config"]) == (given["--label"] == "unique-4096")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_engine_too(monkeypatch, tmp_path, number):
+def test_a_signal_ends_the_engine_too(tmp_path):
     """The evaluation and what it has started ignore the first signal, as an engine that loads a model may."""
     child = tmp_path / "child.py"
     child.write_text(
@@ -374,17 +284,16 @@ def test_a_signal_ends_the_engine_too(monkeypatch, tmp_path, number):
         "        time.sleep(0.05)\n"
         "signal.pause()\n"
     )
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    command = [sys.executable, str(child), str(tmp_path / "pids"), str(int(number))]
+    command = [sys.executable, str(child), str(tmp_path / "pids"), str(int(signal.SIGINT))]
     try:
         with pytest.raises(SystemExit) as ended:
             endings.run(lambda: tune._run(command))
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert ended.value.code == 128 + number
+    assert ended.value.code == 128 + signal.SIGINT
     evaluation, engine = map(int, (tmp_path / "pids").read_text().split())
     with pytest.raises(ProcessLookupError):
         os.kill(evaluation, 0)
@@ -410,8 +319,6 @@ REFUSED = {
         ("--attention-backend", "snapkv", "--budget", "7"),
         "sparse_attention.compaction.budget_tokens: got 7, ",
     ),
-    "backend": (("--attention-backend", "nope"), "attention_backend: got 'nope', allowed: "),
-    "budget": (("--budget", "7"), "sparse_attention.selection.budget_tokens: got 7, allowed: "),
     "engine_args": (("--engine-args", "{"), "engine_args: got text that is not JSON"),
     "a sparse reference": (
         ("--engine-args", '{"attention_backend": "unique"}'),
@@ -422,7 +329,6 @@ REFUSED = {
         "engine_args: got additional_config.sparse_attention, allowed: ",
     ),
     "additional_config": (("--engine-args", '{"additional_config": 5}'), "engine_args: got additional_config 5, "),
-    "prompts": (("--prompts", "/nowhere"), "prompts: got '/nowhere' (No such file or directory), allowed: "),
 }
 
 

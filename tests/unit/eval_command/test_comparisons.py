@@ -7,7 +7,6 @@ import re
 import pytest
 from support.eval_command import MODEL, NEEDLES, cells, refused, rewrite
 
-from vllm_sparse_plugin.tools.cli import evaluate, result_files
 from vllm_sparse_plugin.tools.eval.results import read_results
 from vllm_sparse_plugin.tools.needles import library_text
 
@@ -41,21 +40,15 @@ def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, ou
 
 def test_a_comparison_on_the_same_items(run, output, tmp_path):
     run(*NEEDLES)
-    other, picture = tmp_path / "other.jsonl", tmp_path / "differences.png"
+    other = tmp_path / "other.jsonl"
     rewrite(output, other, "theirs", **{"multikey/4096/1": 0, "multikey/4096/2": 0})
-    code, out, err = run("compare", str(output), str(other), "--plot", str(picture), base=())
+    code, out, err = run("compare", str(output), str(other), base=())
     assert (code, err) == (0, "")
     # One document says nothing about others.
     assert cells(out, "multikey")[:5] == ["multikey", "4,096", "4", "1.000", "0.500"]
     assert cells(out, "multikey")[5] == "-0.500 [-]"
     assert cells(out, "multikey")[6] == "1.000"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_shared_items_are_compared(run, output, tmp_path):
-    run(*NEEDLES)
-    other = tmp_path / "other.jsonl"
-    rewrite(output, other, "theirs")
+    # Only shared items are compared.
     other.write_text("".join(other.read_text().splitlines(keepends=True)[:3]))
     assert cells(run("compare", str(output), str(other), base=())[1], "multikey")[2] == "2"
 
@@ -69,14 +62,6 @@ def test_a_ratio_of_perplexities(run, stub, output, tmp_path):
     out = run("compare", str(output), str(other), base=())[1]
     ratio = f"{math.exp(0.1):.3f}"
     assert cells(out, "perplexity")[5] == f"{ratio} [{ratio}, {ratio}]"
-
-
-def test_a_small_p_value_is_not_zero(run, output, tmp_path):
-    run("--task", "single", "--context", "4096", "--questions", "12")
-    right, wrong = tmp_path / "right.jsonl", tmp_path / "wrong.jsonl"
-    for path, score in ((right, 1.0), (wrong, 0.0)):
-        rewrite(output, path, path.stem, **{f"single/4096/{i}": score for i in range(12)})
-    assert cells(run("compare", str(right), str(wrong), base=())[1], "single")[-1] == "< 0.001"
 
 
 def lines_of(out: str) -> list[list[str]]:
@@ -131,30 +116,3 @@ def test_files_of_other_questions_are_not_compared(run, output, tmp_path):
     )
     other.write_text(lines.replace("multikey/4096", "multikey/5000"))
     assert "without an item in common, allowed: runs of" in refused(run("compare", str(output), str(other), base=()))
-
-
-def test_perplexity_alone_has_no_plot_of_differences(run, output, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(library_text(0, 60_000))
-    run("--text", str(text), "--context", "2048", "--questions", "1", "--scored-tokens", "8")
-    picture = str(tmp_path / "x.png")
-    assert "plot: got perplexity alone" in refused(run("compare", str(output), str(output), "--plot", picture, base=()))
-    assert run("show", str(output), "--plot", picture, base=())[0] == 0
-
-
-def test_a_picture_that_cannot_be_written(run, output, tmp_path):
-    run(*NEEDLES)
-    picture = str(tmp_path / "missing" / "x.png")
-    message = refused(run("show", str(output), "--plot", picture, base=()))
-    assert message == f"plot: got {picture!r} (No such file or directory), allowed: a file that can be written"
-
-
-def test_a_missing_extra_is_named(run, monkeypatch):
-    for module in (evaluate, result_files):
-        monkeypatch.setattr(module, "_EXTRA", {"no_such_module": "no-such-package"})
-    for arguments in ((*NEEDLES,), ("show", "x"), ("compare", "x", "y")):
-        message = refused(run(*arguments, base=() if "x" in arguments else None))
-        assert message == (
-            "vllm-sparse eval: got no no-such-package, allowed: with the packages of its extra, "
-            "pip install no-such-package"
-        )

@@ -98,21 +98,6 @@ def test_a_forced_end_of_a_message_does_not_end_the_request(run, stub, output, c
     assert {result.completion for result in read_results(output).results.values()} == {" 1234567"}
 
 
-def test_a_prompt_with_a_chat_template_is_scored_to_its_end(run, stub, output, chat_model, tmp_path):
-    folder, end = chat_model
-    chat, prompts = AutoTokenizer.from_pretrained(folder), tmp_path / "prompts.jsonl"
-    messages = [{"role": "user", "content": "x = 1\n" * 40}]
-    text = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompts.write_text(json.dumps({"prompt": text}))
-    stub.ends = frozenset({end})
-    base = ("--base-url", stub.url, "--tokenizer", str(folder), "--output", str(output))
-    code, _, err = run("--completions", str(prompts), "--scored-tokens", "32", base=base)
-    assert (code, err) == (0, "")
-    (asked,) = stub.requests
-    assert end in asked["vllm_xargs"]["forced_token_ids"][:-1]
-    assert next(iter(read_results(output).results.values())).forced_tokens == 32
-
-
 def test_an_end_that_the_tokenizer_does_not_know_is_named(run, stub, output):
     ends = tokenizer().encode(" number", add_special_tokens=False)
     stub.ends = frozenset(ends)

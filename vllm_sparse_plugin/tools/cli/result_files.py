@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.results import ResultFile
 
-_EXTRA = TABLES
 Plot = Annotated[Path | None, typer.Option(help="Plot to write, .png or .svg.")]
 
 
@@ -24,7 +23,7 @@ def show(
     plot: Plot = None,
 ) -> None:
     """Print the scores of runs side by side. `--plot` also draws them."""
-    require_packages("eval", _EXTRA)
+    require_packages("eval", TABLES)
     from vllm_sparse_plugin.tools.eval.report import check_plot, plot_scores, score_table
     from vllm_sparse_plugin.tools.eval.results import read_results
 
@@ -42,11 +41,11 @@ def _name_partial(files: Sequence[ResultFile], console: Console) -> None:
     for file in files:
         planned = file.settings.get("items")
         if isinstance(planned, int) and len(file.results) < planned:
-            console.print(
+            say(
+                console,
                 f"{file.path} has {len(file.results)} of {planned} items: the run was interrupted, the same command "
                 "continues it.",
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            )
 
 
 def compare(
@@ -56,17 +55,15 @@ def compare(
         Path | None,
         typer.Option(help="Result file of the first run repeated with --other-batches. It measures the noise."),
     ] = None,
-    plot: Plot = None,
 ) -> None:
     """Print how far the second run's scores differ from the first's on the same items.
 
-    For text it also compares the next tokens of both runs. `--plot` draws the differences.
+    For text it also compares the next tokens of both runs.
     """
-    require_packages("eval", _EXTRA)
-    from vllm_sparse_plugin.tools.eval.report import check_plot, difference_table, fidelity_table, plot_differences
+    require_packages("eval", TABLES)
+    from vllm_sparse_plugin.tools.eval.report import difference_table, fidelity_table
     from vllm_sparse_plugin.tools.eval.results import read_results
 
-    check_plot(plot)
     files = read_results(first), read_results(second)
     noise = None if again is None else read_results(again)
     console = open_console()
@@ -79,5 +76,3 @@ def compare(
                 f"The noise of {files[0].label} is not measured, so some of these differences may be noise. "
                 "Repeat the run with --other-batches, and give its file as --again."
             )
-    if plot:
-        plot_differences(*files, plot)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -137,36 +135,19 @@ class Server:
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Answer requests with `concurrency` in flight. Further requests are prepared meanwhile."""
-        waiting: deque[Future[Reply]] = deque()
+        waiting: deque[Any] = deque()
         remaining = iter(requests)
-        asked: SimpleQueue[tuple[Request, Future[Reply]] | None] = SimpleQueue()
-        # Threads of a pool would keep an interrupted command alive until the server answers.
-        for _ in range(self._concurrency):
-            Thread(target=self._work, args=(asked,), daemon=True).start()
+        # Its threads are daemons: an interrupted command does not wait for answers.
+        pool = ThreadPool(self._concurrency)
         try:
             while True:
                 for request in islice(remaining, 2 * self._concurrency - len(waiting)):
-                    waiting.append(Future())
-                    asked.put((request, waiting[-1]))
+                    waiting.append(pool.apply_async(self._complete, (request,)))
                 if not waiting:
                     return
-                yield waiting.popleft().result()
+                yield waiting.popleft().get()
         finally:
-            with suppress(Empty):
-                while True:
-                    asked.get_nowait()
-            for _ in range(self._concurrency):
-                asked.put(None)
-
-    def _work(self, asked: SimpleQueue[tuple[Request, Future[Reply]] | None]) -> None:
-        """Answer requests one by one, until None or a failure."""
-        while (each := asked.get()) is not None:
-            request, future = each
-            try:
-                future.set_result(self._complete(request))
-            except BaseException as error:
-                future.set_exception(error)
-                return
+            pool.terminate()
 
     def _complete(self, request: Request) -> Reply:
         scored = request.answer_tokens == 0
@@ -187,10 +168,10 @@ class Server:
             choice = completion.choices[0]
             if not isinstance(choice.text, str):
                 raise TypeError("an answer without a text")
-            text, token_ids = choice.text, list((choice.model_extra or {}).get("token_ids") or [])
-            logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
-            top = choice.logprobs.top_logprobs or [] if scored and choice.logprobs else []
-            predictions = tuple(keep_likely(_by_id(alternatives)) for alternatives in top)
+            token_ids = list((choice.model_extra or {}).get("token_ids") or [])
+            told = choice.logprobs if scored else None
+            logprobs = list(told.token_logprobs or []) if told else []
+            predictions = tuple(keep_likely(_by_id(each)) for each in (told.top_logprobs or [] if told else []))
             if predictions and len(predictions) != len(logprobs):
                 raise ValueError("likeliest tokens of other positions")
         except _FAILURES as error:
@@ -201,7 +182,7 @@ class Server:
                 f"ended a request before its answer was complete (finish_reason {str(choice.finish_reason)!r})"
             )
         if not request.forced:
-            return Reply(text, [], seconds)
+            return Reply(choice.text, [], seconds)
         answer = after_forced(request, token_ids)
         return Reply(answer, check_logprobs(request, logprobs), seconds, predictions)
 
@@ -266,10 +247,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, APIConnectionError):
         return first_line(error.__cause__ or error)
     if isinstance(error, APIStatusError):
-        message = error.message
-        with suppress(AttributeError, KeyError, TypeError):
-            message = error.body["message"]  # type: ignore[index]
-        return f"HTTP {error.status_code}: {' '.join(message.split())}"
+        body = error.body if isinstance(error.body, dict) else {}
+        return f"HTTP {error.status_code}: {' '.join(str(body.get('message') or error.message).split())}"
     return first_line(error)
 
 

@@ -29,9 +29,9 @@ from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, keep_likely
 from vllm_sparse_plugin.tools.eval.reading import (
     COUNT_METHOD,
     COUNTING_WORKER,
-    EngineShares,
     Totals,
     resolve_arguments,
+    shares_of,
 )
 
 
@@ -69,13 +69,13 @@ class Engine:
                 model_config.get_head_size(),
                 block_size=1,
             )
-            self._counts = EngineShares(keys).is_counted and "worker_extension_cls" not in arguments
+            self._counts = not keys.by_length and "worker_extension_cls" not in arguments
             if self._counts:
                 defaults["worker_extension_cls"] = COUNTING_WORKER
             self._llm = LLM(model=model, **(defaults | arguments))
             cache = self._llm.llm_engine.vllm_config.cache_config
             itemsize = 1 if cache.cache_dtype in EIGHT_BIT_CACHES else 2
-            self._shares = EngineShares(replace(keys, block_size=cache.block_size, itemsize=itemsize))
+            self._keys = replace(keys, block_size=cache.block_size, itemsize=itemsize)
         except (TypeError, ValueError, OSError) as error:
             raise ConfigurationError(
                 f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
@@ -116,7 +116,7 @@ class Engine:
                 alternatives = [{token: each.logprob for token, each in at.items()} for at in completion.logprobs or []]
                 logprobs = [at[token] for token, at in zip(token_ids, alternatives, strict=False)]
                 predictions = tuple(map(keep_likely, alternatives))
-                shares = self._shares.of(len(request.prompt), len(token_ids), counted, counted_after)
+                shares = shares_of(self._keys, len(request.prompt), len(token_ids), counted, counted_after)
                 yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, shares)
 
     def close(self) -> None:

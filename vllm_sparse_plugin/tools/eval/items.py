@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from typing import Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools import needles
 
 PERPLEXITY = "perplexity"
 """The task that scores text."""
@@ -39,7 +40,7 @@ class Item:
     answer_tokens: int
     """Maximum tokens of the answer; 0 for perplexity."""
     metric: str
-    """Name in `metrics.METRICS`, or `NLL`."""
+    """Name in `METRICS`, or `NLL`."""
 
     @property
     def digest(self) -> str:
@@ -124,3 +125,25 @@ class Prompter:
     def _encode(self, text: str) -> list[int]:
         # A chat template adds the special tokens.
         return list(self._tokenizer.encode(text, add_special_tokens=not self._chat))
+
+
+def string_match_all(completion: str, answers: Sequence[str]) -> float:
+    """RULER: share of the answers that occur in the completion, ignoring case."""
+    return sum(answer.lower() in completion.lower() for answer in answers) / len(answers)
+
+
+def exact_first_line(completion: str, answers: Sequence[str]) -> float:
+    """Whether the first line equals the answer, as in `vllm-sparse needles`."""
+    return float(needles.first_line(completion) in answers)
+
+
+METRICS: Mapping[str, Callable[[str, Sequence[str]], float]] = {
+    "string_match_all": string_match_all,
+    "exact_first_line": exact_first_line,
+}
+"""By the names in items and result files."""
+
+
+def score(item: Item, completion: str) -> float:
+    """Return the score of an item's completion by the item's own metric."""
+    return METRICS[item.metric](completion, item.answers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
@@ -46,45 +45,31 @@ def resolve_arguments(arguments: Mapping[str, Any], trained: Mapping[str, Any] |
     return resolve(additional.get(KEY) if isinstance(additional, Mapping) else None, preset, trained)
 
 
-@dataclass(frozen=True)
-class EngineShares:
-    """Shares that the decode steps of an engine read and its cache keeps, over the layers of a model.
+def shares_of(
+    keys: ModelKeys, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]
+) -> Shares | None:
+    """Return the shares of a request; None if they depend on counts of kernels and no worker counts.
 
     Kernels count skipped groups and stops. The rest follows from lengths, see `config.account`.
+
+    Args:
+        keys: of the model.
+        prompt_tokens: length of the prompt.
+        decoded_tokens: number of decoded tokens.
+        before: counts of each worker before them; empty if nothing is counted.
+        after: counts of each worker after them.
     """
-
-    keys: ModelKeys
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether the shares depend on kernel counts."""
-        return not self.keys.by_length
-
-    def of(
-        self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]
-    ) -> Shares | None:
-        """Return the shares of a request; None if they depend on counts and no worker counts.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            decoded_tokens: number of decoded tokens.
-            before: counts of each worker before them; empty if nothing is counted.
-            after: counts of each worker after them.
-        """
-        if self.is_counted and not after:
-            return None
-        skipped = _ratio(_SKIPPED, before, after)
-        return self.keys.shares(
-            prompt_tokens, decoded_tokens, Counted(_ratio(_TOKENS_READ, before, after), skipped or 0.0)
-        )
+    if not keys.by_length and not after:
+        return None
+    counted = Counted(_ratio(_TOKENS_READ, before, after), _ratio(_SKIPPED, before, after) or 0.0)
+    return keys.shares(prompt_tokens, decoded_tokens, counted)
 
 
 def _ratio(name: str, before: Sequence[Totals], after: Sequence[Totals]) -> float | None:
     """Return the growth of a metric's sum divided by that of its count; None if nothing was counted."""
-
-    def grown(column: int) -> float:
-        return sum(worker[name][column] for worker in after if name in worker) - sum(
-            worker[name][column] for worker in before if name in worker
-        )
-
-    return grown(0) / grown(1) if grown(1) else None
+    grown = [0.0, 0.0]
+    for workers, sign in ((after, 1), (before, -1)):
+        for worker in workers:
+            for column, value in enumerate(worker.get(name, (0, 0))):
+                grown[column] += sign * value
+    return grown[0] / grown[1] if grown[1] else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from rich.table import Column, Table
 
@@ -23,10 +24,6 @@ from vllm_sparse_plugin.tools.eval.statistics import (
 )
 from vllm_sparse_plugin.tools.provenance import check_output, replacing
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 PLOT_SUFFIXES = (".png", ".svg")
 _ALL = "all"
 _COLUMNS = 4
@@ -34,6 +31,7 @@ _LEAST_P = 0.001
 """Smaller p-values are not shown: rounded, they would be 0."""
 SHARES = {"keys read": "key_read_share", "keys kept": "key_kept_share", "bytes read": "kv_read_share"}
 """Shares of a result, by column heading."""
+_Estimated = TypeVar("_Estimated", Estimate, Difference)
 Place = tuple[str, int]
 """A task and a context in tokens."""
 
@@ -49,8 +47,7 @@ def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
         if part[0].metric != NLL:
             found[place] = estimate_mean(scores, documents=[result.sample for result in part])
             continue
-        nats = estimate_amount(scores)
-        found[place] = Estimate(_exp(nats.value), _exp(nats.low), _exp(nats.high), nats.count)
+        found[place] = _exponential(estimate_amount(scores))
     return found
 
 
@@ -90,19 +87,8 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
         if part[0].metric != NLL:
             found[place] = estimate_difference(scores[0], scores[1], [result.sample for result in part])
             continue
-        nats = estimate_amount_difference(*scores)
-        found[place] = Difference(_exp(nats.value), _exp(nats.low), _exp(nats.high), nats.p_value, nats.count)
+        found[place] = _exponential(estimate_amount_difference(*scores))
     return found
-
-
-def mean_shares(results: Sequence[Result], field: str) -> dict[Place, float]:
-    """Return the mean of a share, such as `kv_read_share`, for each task and context where every answer has it."""
-    shares: dict[Place, float] = {}
-    for place, part in _places(results).items():
-        known = [share for result in part if (share := getattr(result, field)) is not None]
-        if len(known) == len(part):
-            shares[place] = sum(known) / len(known)
-    return shares
 
 
 def score_table(files: Sequence[ResultFile]) -> Table:
@@ -132,9 +118,14 @@ def score_table(files: Sequence[ResultFile]) -> Table:
 
 
 def _known_shares(file: ResultFile) -> dict[str, dict[Place, float]]:
-    """Return the shares of keys and bytes that were read and kept, by column heading."""
-    found = {heading: mean_shares(list(file.results.values()), field) for heading, field in SHARES.items()}
-    return {heading: shares for heading, shares in found.items() if shares}
+    """Return the mean shares of keys and bytes, by column heading, for each place where every answer has them."""
+    found: dict[str, dict[Place, float]] = {}
+    for place, part in _places(list(file.results.values())).items():
+        for heading, field in SHARES.items():
+            known = [share for result in part if (share := getattr(result, field)) is not None]
+            if len(known) == len(part):
+                found.setdefault(heading, {})[place] = sum(known) / len(known)
+    return found
 
 
 def difference_table(first: ResultFile, second: ResultFile) -> Table:
@@ -206,18 +197,29 @@ def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
     Raises:
         ConfigurationError: the plot cannot be written.
     """
+    from matplotlib.figure import Figure
+
     found = [(_heading(file), estimates(list(file.results.values()))) for file in files]
     places = _order([each for _, each in found])
     tasks = list(dict.fromkeys(task for task, _ in places))
     contexts = sorted({context for _, context in places})
     if not tasks:
         raise ConfigurationError("plot: got files without a result, allowed: files with one or more")
-    figure, panels = _panels(len(tasks))
+    columns = min(len(tasks), _COLUMNS)
+    rows = math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 2 * rows + 0.8), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in panels[len(tasks) :]:
+        panel.set_visible(False)
     for panel, task in zip(panels, tasks, strict=False):
         for i, (label, each) in enumerate(found):
-            points = [(contexts.index(context), each[name, context]) for name, context in each if name == task]
             shift = 0.08 * (i - (len(found) - 1) / 2)
-            _bars(panel, [(place + shift, estimate) for place, estimate in points], f"C{i}", label)
+            points = [(contexts.index(context) + shift, each[name, context]) for name, context in each if name == task]
+            values = [estimate.value for _, estimate in points]
+            panel.plot([place for place, _ in points], values, marker="o", markersize=4, color=f"C{i}", label=label)
+            for place, estimate in points:
+                if math.isfinite(estimate.high):
+                    panel.vlines(place, estimate.low, estimate.high, f"C{i}")
         panel.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         panel.set_xlim(-0.5, len(contexts) - 0.5)
         if task not in TEXT_TASKS:
@@ -226,32 +228,8 @@ def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     figure.supxlabel("context, tokens", fontsize=9)
-    save_figure(figure, path)
-
-
-def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
-    """Draw the difference of each task and context with its interval.
-
-    Raises:
-        ConfigurationError: see `differences`, or the plot cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    found = {place: each for place, each in differences(first, second).items() if place[0] not in TEXT_TASKS}
-    if not found:
-        raise ConfigurationError("plot: got perplexity alone, allowed: tasks with scores")
-    figure = Figure(figsize=(6, 1 + 0.28 * len(found)), layout="constrained")
-    panel = figure.subplots()
-    for i, difference in enumerate(found.values()):
-        low, high = max(difference.low, -1.0), min(difference.high, 1.0)
-        panel.plot([low, high], [i, i], color="C0")
-        panel.plot([difference.value], [i], color="C0", marker="o", markersize=4)
-    panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_yticks(range(len(found)), [f"{task} {_tokens(context)}" for task, context in found], fontsize=8)
-    panel.invert_yaxis()
-    panel.set_xlabel(f"mean score of {_heading(second)} minus that of {_heading(first)}", fontsize=8)
-    panel.grid(alpha=0.3, axis="x")
-    save_figure(figure, path)
+    with replacing(path, "plot") as part:
+        figure.savefig(part, dpi=150, bbox_inches="tight")
 
 
 def check_plot(path: Path | None) -> None:
@@ -286,50 +264,20 @@ def _order(found: Sequence[dict[Place, Estimate]]) -> list[Place]:
     return sorted(places, key=lambda place: (place[1], place[0] == _ALL))
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    columns = min(count, _COLUMNS)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(2.6 * columns + 0.6, 2 * rows + 0.8), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in panels[count:]:
-        panel.set_visible(False)
-    return figure, panels
-
-
-def _bars(panel: Axes, found: list[tuple[float, Estimate]], color: str, label: str) -> None:
-    places = [place for place, _ in found]
-    values = [estimate.value for _, estimate in found]
-    known = [(place, each) for place, each in found if math.isfinite(each.low) and math.isfinite(each.high)]
-    panel.vlines(
-        [place for place, _ in known], [each.low for _, each in known], [each.high for _, each in known], color
-    )
-    panel.plot(places, values, marker="o", markersize=4, color=color, label=label)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a plot atomically.
-
-    Raises:
-        ConfigurationError: it cannot be written.
-    """
-    with replacing(path, "plot") as part:
-        figure.savefig(part, dpi=150, bbox_inches="tight")
-
-
 def _heading(file: ResultFile) -> str:
     return f"{file.label}, from the question" if file.settings["decode_from"] == "question" else file.label
 
 
 def _interval(found: Estimate | Difference, sign: str = "") -> str:
-    if not (math.isfinite(found.low) and math.isfinite(found.high)):
+    if not math.isfinite(found.high):
         return f"{found.value:{sign}.3f} [-]"
     return f"{found.value:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < math.inf else value
+def _exponential(nats: _Estimated) -> _Estimated:
+    """Return the perplexity, or the ratio of perplexities, of an estimate in nats."""
+    value, low, high = (math.exp(each) if each < math.inf else each for each in (nats.value, nats.low, nats.high))
+    return replace(nats, value=value, low=low, high=high)
 
 
 def _tokens(count: int) -> str:

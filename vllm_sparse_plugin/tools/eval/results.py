@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from vllm_sparse_plugin.config.account import Shares
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.tools.eval.items import NLL, Item, PlannedItem, Prompter
@@ -23,6 +22,10 @@ from vllm_sparse_plugin.tools.files import read_text
 from vllm_sparse_plugin.tools.provenance import check_output
 
 _ALLOWED = "a file of `vllm-sparse eval`"
+SHARES = {
+    "kv_read_share": "bytes_read", "key_read_share": "read", "key_kept_share": "kept", "memory_share": "bytes_kept"
+}  # fmt: skip
+"""Fields of `Shares` by those of a result."""
 
 
 class Result(BaseModel):
@@ -137,24 +140,15 @@ def ask(
                 score=round(value, 6),
                 seconds=round(reply.seconds, 4),
                 predictions=tuple(map(dict, reply.predictions)),
-                **_shares(reply.shares),
+                **{
+                    field: round(getattr(reply.shares, of_shares), 6)
+                    for field, of_shares in SHARES.items()
+                    if reply.shares is not None
+                },
             )
             text = f"{title}: {item.task} {item.context_tokens}"
             text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""
             advance(text)
-
-
-def _shares(shares: Shares | None) -> dict[str, float]:
-    """Return the fields of a result for the shares read and kept."""
-    if shares is None:
-        return {}
-    found = {
-        "kv_read_share": shares.bytes_read,
-        "key_read_share": shares.read,
-        "key_kept_share": shares.kept,
-        "memory_share": shares.bytes_kept,
-    }
-    return {name: round(share, 6) for name, share in found.items()}
 
 
 def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
@@ -169,26 +163,18 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
     """
     settings = json.loads(json.dumps(settings))
     check_output(path, "output")
-    if not path.exists():
+    content = path.read_bytes() if path.exists() else b""
+    if not content:
         return ResultFile(path, settings)
-    try:
-        content = path.read_bytes()
-        if not content:
-            return ResultFile(path, settings)
-        end = content.rfind(b"\n") + 1
-        held = _parse(path, content[:end] or content)
-        for name in dict.fromkeys((*settings, *held.settings)):
-            before, now = held.settings.get(name), settings.get(name)
-            if before != now:
-                raise ConfigurationError(
-                    f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new "
-                    "file"
-                )
-        os.truncate(path, end)
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+    end = content.rfind(b"\n") + 1
+    held = _parse(path, content[:end] or content)
+    for name in dict.fromkeys((*settings, *held.settings)):
+        before, now = held.settings.get(name), settings.get(name)
+        if before != now:
+            raise ConfigurationError(
+                f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new file"
+            )
+    os.truncate(path, end)
     return held
 
 

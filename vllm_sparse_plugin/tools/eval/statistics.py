@@ -30,15 +30,11 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Estimate):
     """How much larger the mean of the second of two paired samples is."""
 
-    value: float
-    low: float
-    high: float
     p_value: float
     """p-value of a test for no difference."""
-    count: int
 
 
 def estimate_mean(scores: Sequence[float], positions: int = 1, documents: Sequence[Hashable] | None = None) -> Estimate:
@@ -53,14 +49,13 @@ def estimate_mean(scores: Sequence[float], positions: int = 1, documents: Sequen
         positions: minimum number of positions behind each share; 1 for scores that are not shares.
         documents: the document of each item, if items share documents. Then documents, not items, are independent.
     """
-    count = len(scores)
-    mean = sum(scores) / count
+    count, mean = len(scores), sum(scores) / len(scores)
     if documents is not None and len(set(documents)) < count:
         return Estimate(mean, *_by_document(scores, documents), count)
     if count > 1 and max(scores) == min(scores):
         low, high = _wilson(min(mean, 1.0), count * max(positions // _POSITIONS, 1))
         return Estimate(mean, *((low, high) if mean <= 1 else (mean - (1 - low), mean + (1 - low))), count)
-    if positions == 1 and _all_binary(scores):
+    if positions == 1 and all(score in (0, 1) for score in scores):
         return Estimate(mean, *_wilson(mean, count), count)
     return Estimate(mean, *_bootstrap(scores), count)
 
@@ -70,45 +65,36 @@ def estimate_difference(
 ) -> Difference:
     """Estimate the mean of `second - first` over the same items, of scores from 0 to 1.
 
-    If all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10)
-    and McNemar's exact test. Otherwise: a paired bootstrap and a permutation test of the signs. A bootstrap of equal
-    differences would report certainty. Their interval is Wilson's of the share of items that differ otherwise, of which
-    none was seen and each may gain or lose everything.
+    Documents are independent, not items: Student's t of the documents' sums, and a permutation test of the signs of
+    these sums, which is McNemar's exact test of right and wrong answers. Equal differences do not show their spread:
+    they get Wilson's interval of the share of documents that differ otherwise, of which none was seen and each may gain
+    or lose everything.
 
-    If items share `documents`, documents are independent, not items: Student's t of the documents' sums, and a
-    permutation test of the signs of these sums.
+    Args:
+        first: scores.
+        second: scores of the same items.
+        documents: the document of each item; None if each item has its own.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
-    count = len(differences)
-    if documents is not None and len(set(documents)) < count:
-        return _difference_by_document(differences, documents)
-    if _all_binary([*first, *second]):
-        gained, lost = differences.count(1), differences.count(-1)
-        p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-        return Difference(sum(differences) / count, *_newcombe(first, second), p_value, count)
-    found = estimate_amount_difference(first, second)
-    if count > 1 and max(differences) == min(differences):
-        _, others = _wilson(0.0, count)
-        low, high = found.value - others * (1 + found.value), found.value + others * (1 - found.value)
-        return Difference(found.value, low, high, found.p_value, count)
-    return found
+    documents = range(len(differences)) if documents is None else documents
+    sums = _sums(differences, documents)
+    count, mean = len(differences), sum(differences) / len(differences)
+    if len(sums) < 2:
+        return Difference(mean, -math.inf, math.inf, count, 1.0)
+    if deviation := _deviation(differences, documents):
+        reach = deviation * _reach(len(sums))
+        return Difference(mean, max(mean - reach, -1.0), min(mean + reach, 1.0), count, _p_value(sums))
+    _, others = _wilson(0.0, len(sums))
+    low, high = mean - others * (1 + mean), mean + others * (1 - mean)
+    return Difference(mean, low, high, count, _p_value(sums))
 
 
 def estimate_amount_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Estimate the mean of `second - first` over the same items, of values that are not shares, such as nats: a paired
-    bootstrap and a permutation test of the signs. One difference tells nothing: both signs are as extreme."""
+    bootstrap and a permutation test of the signs."""
     differences = [after - before for before, after in zip(first, second, strict=True)]
-    mean, count = sum(differences) / len(differences), len(differences)
-    if count < 2 or not any(differences):
-        return Difference(mean, *_bootstrap(differences), 1.0, count)
-    test = stats.permutation_test(
-        (np.array(differences),),
-        np.mean,
-        permutation_type="samples",
-        n_resamples=_RESAMPLES,
-        rng=np.random.default_rng(_SEED),
-    )
-    return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
+    found = estimate_amount(differences)
+    return Difference(found.value, found.low, found.high, found.count, _p_value(differences))
 
 
 def estimate_amount(values: Sequence[float]) -> Estimate:
@@ -148,26 +134,14 @@ def _by_document(scores: Sequence[float], documents: Sequence[Hashable]) -> tupl
     Student's t in place of the normal quantile (Dean and Pagano, Journal of Survey Statistics and Methodology 3, 2015).
     Documents that are all alike do not show their spread: each counts as one answer.
     """
-    mean, sums = sum(scores) / len(scores), _sums(scores, documents)
-    deviation, reach = _deviation(scores, documents), _reach(len(sums))
-    if len(sums) < 2:
+    mean, count = sum(scores) / len(scores), len(set(documents))
+    deviation = _deviation(scores, documents)
+    if count < 2:
         return -math.inf, math.inf
     if not deviation or not 0 < mean < 1:
-        return _wilson(mean, len(sums))
+        return _wilson(mean, count)
     normal = float(stats.norm.ppf((1 + _LEVEL) / 2))
-    return _wilson(mean, min(mean * (1 - mean) / deviation**2 * (normal / reach) ** 2, len(scores)))
-
-
-def _difference_by_document(differences: Sequence[float], documents: Sequence[Hashable]) -> Difference:
-    mean, sums, count = sum(differences) / len(differences), _sums(differences, documents), len(differences)
-    if len(sums) < 2:
-        return Difference(mean, -math.inf, math.inf, 1.0, count)
-    p_value = estimate_amount_difference([0.0] * len(sums), sums).p_value
-    if deviation := _deviation(differences, documents):
-        reach = deviation * _reach(len(sums))
-        return Difference(mean, max(mean - reach, -1.0), min(mean + reach, 1.0), p_value, count)
-    _, others = _wilson(0.0, len(sums))
-    return Difference(mean, mean - others * (1 + mean), mean + others * (1 - mean), p_value, count)
+    return _wilson(mean, min(mean * (1 - mean) / deviation**2 * (normal / _reach(count)) ** 2, len(scores)))
 
 
 def _sums(values: Sequence[float], documents: Sequence[Hashable]) -> list[float]:
@@ -191,7 +165,7 @@ def _reach(documents: int) -> float:
 
 
 def _wilson(share: float, count: float) -> tuple[float, float]:
-    """Wilson's interval of a share of `count` answers."""
+    """Wilson's interval of a share of `count` answers, which need not be a whole number as in SciPy."""
     squared = float(stats.norm.ppf((1 + _LEVEL) / 2)) ** 2
     middle = (share + squared / (2 * count)) / (1 + squared / count)
     reach = math.sqrt(squared * share * (1 - share) / count + (squared / (2 * count)) ** 2) / (1 + squared / count)
@@ -199,8 +173,16 @@ def _wilson(share: float, count: float) -> tuple[float, float]:
     return min(max(middle - reach, 0.0), share), max(min(middle + reach, 1.0), share)
 
 
-def _all_binary(scores: Sequence[float]) -> bool:
-    return all(score in (0, 1) for score in scores)
+def _p_value(differences: Sequence[float]) -> float:
+    """Return the p-value of a permutation test of the signs. One difference tells nothing: both signs are as extreme.
+    Zeros have no sign."""
+    signed = np.array([difference for difference in differences if difference])
+    if len(signed) < 2:
+        return 1.0
+    test = stats.permutation_test(
+        (signed,), np.sum, permutation_type="samples", n_resamples=_RESAMPLES, rng=np.random.default_rng(_SEED)
+    )
+    return float(test.pvalue)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
@@ -221,23 +203,3 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
         rng=np.random.default_rng(_SEED),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
-
-
-def _newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of `second - first`: both Wilson intervals, combined with the correlation of the answers."""
-    before, after = estimate_mean(first), estimate_mean(second)
-    count = len(first)
-    both = sum(a * b for a, b in zip(first, second, strict=True))
-    right, also = sum(first), sum(second)
-    neither = count - right - also + both
-    margins = right * (count - right) * also * (count - also)
-    covariance = both * neither - (right - both) * (also - both)
-    if covariance > 0:
-        covariance = max(covariance - count / 2, 0)
-    phi = covariance / math.sqrt(margins) if margins else 0.0
-    down, up = after.value - after.low, before.high - before.value
-    low = math.sqrt(max(down**2 - 2 * phi * down * up + up**2, 0))
-    down, up = before.value - before.low, after.high - after.value
-    high = math.sqrt(max(up**2 - 2 * phi * up * down + down**2, 0))
-    mean = after.value - before.value
-    return mean - low, mean + high

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.noise import MEASURES, Beside, beside
-from vllm_sparse_plugin.tools.eval.report import save_figure
-from vllm_sparse_plugin.tools.eval.results import ResultFile
+from vllm_sparse_plugin.tools.eval.results import SHARES, ResultFile
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_excess
 
 _MOST_PROMPTS = 10_000
@@ -24,22 +22,22 @@ class Objective(NamedTuple):
     """A quantity to minimise."""
 
     heading: str
-    share: Callable[[Candidate], float]
-    """The quantity as a share of dense attention's."""
-    keys: Callable[[Candidate], float]
+    share: str
+    """The quantity as a share of dense attention's, one of `SHARES`."""
+    keys: str
     """The share of keys. A candidate saves something only if it is below 1."""
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "bytes": Objective("bytes read per token", lambda each: each.kv_read_share, lambda each: each.key_read_share),
-    "memory": Objective("memory of the KV cache", lambda each: each.memory_share, lambda each: each.key_kept_share),
+    "bytes": Objective("bytes read per token", "kv_read_share", "key_read_share"),
+    "memory": Objective("memory of the KV cache", "memory_share", "key_kept_share"),
 }
 """By name."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Loss and cost of some settings. Shares are means over prompts, relative to dense attention."""
+    """Loss and cost of some settings."""
 
     name: str
     measure: str
@@ -50,21 +48,8 @@ class Candidate:
     """Loss beyond the noise of dense attention, by `measure`, over the prompts that choose."""
     judging: Estimate
     """The same over the other prompts."""
-    key_read_share: float
-    """Share of keys that decode steps read."""
-    key_kept_share: float
-    """Share of keys that the cache keeps."""
-    kv_read_share: float
-    """Share of bytes that decode steps read."""
-    memory_share: float
-    """Share of bytes that the cache keeps."""
-
-    @property
-    def excess(self) -> Estimate:
-        """Loss beyond the noise of dense attention, by `measure`."""
-        excess = self.kept[self.measure].excess
-        assert excess is not None
-        return excess
+    shares: Mapping[str, float]
+    """Means over prompts of each of `SHARES`, relative to dense attention."""
 
 
 def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse: ResultFile) -> Candidate:
@@ -82,44 +67,37 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
     """
     _expect_same(dense, again)
     _expect_same(dense, sparse)
-    results, repeated = ([file.results[item] for item in dense.results] for file in (sparse, again))
-    reference = list(dense.results.values())
+    reference, results, repeated = ([file.results[item] for item in dense.results] for file in (dense, sparse, again))
 
     def half(first: int) -> Estimate:
         excess = beside(measure, reference[first::2], results[first::2], repeated[first::2]).excess
         assert excess is not None
         return excess
 
-    def mean(field: str) -> float:
-        shares = [getattr(result, field) for result in results]
-        return sum(1.0 if share is None else share for share in shares) / len(shares)
-
+    shares = {}
+    for field in SHARES:
+        of_prompts = [getattr(result, field) for result in results]
+        shares[field] = sum(1.0 if share is None else share for share in of_prompts) / len(of_prompts)
     return Candidate(
         name=name,
         measure=measure,
         kept={each: beside(each, reference, results, repeated) for each in MEASURES},
         choosing=half(0),
         judging=half(1) if len(reference) > 1 else Estimate(math.nan, -math.inf, math.inf, 0),
-        key_read_share=mean("key_read_share"),
-        key_kept_share=mean("key_kept_share"),
-        kv_read_share=mean("kv_read_share"),
-        memory_share=mean("memory_share"),
+        shares=shares,
     )
 
 
 def _expect_same(dense: ResultFile, other: ResultFile) -> None:
-    def prompts(file: ResultFile) -> dict[str, str]:
-        return {item: result.digest for item, result in file.results.items()}
+    def about(file: ResultFile) -> dict[str, Any]:
+        return {
+            "prompts": {item: result.digest for item, result in file.results.items()},
+            "model": (file.settings.get("contents") or {}).get("model"),
+            "versions": file.settings.get("versions"),
+        }
 
-    def model(file: ResultFile) -> Any:
-        return (file.settings.get("contents") or {}).get("model")
-
-    same = {
-        "prompts": prompts(dense) == prompts(other),
-        "model": model(dense) == model(other),
-        "versions": dense.settings.get("versions") == other.settings.get("versions"),
-    }
-    if changed := [name for name, is_same in same.items() if not is_same]:
+    ours, theirs = about(dense), about(other)
+    if changed := [name for name in ours if ours[name] != theirs[name]]:
         raise ConfigurationError(
             f"output: got {str(dense.path)!r} and {str(other.path)!r} of other {' and '.join(changed)}, allowed: a new "
             "folder, and inputs that do not change during a run"
@@ -132,9 +110,9 @@ def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) 
 
     None if only candidates that leave nothing out remain.
     """
-    minimised = OBJECTIVES[objective]
-    enough = [each for each in candidates if each.choosing.high <= most_excess and minimised.keys(each) < 1]
-    return min(enough, key=lambda each: (minimised.share(each), each.choosing.value), default=None)
+    _, share, keys = OBJECTIVES[objective]
+    enough = [each for each in candidates if each.choosing.high <= most_excess and each.shares[keys] < 1]
+    return min(enough, key=lambda each: (each.shares[share], each.choosing.value), default=None)
 
 
 def needed_prompts(most_excess: float, scored_tokens: int) -> int:
@@ -149,66 +127,38 @@ def needed_prompts(most_excess: float, scored_tokens: int) -> int:
 
 def frontier_table(candidates: Sequence[Candidate], chosen: Candidate | None, objective: str) -> Table:
     """Return a row per candidate, the least `objective` first."""
-    minimised, measure = OBJECTIVES[objective], candidates[0].measure
+    (heading, minimised, _), measure = OBJECTIVES[objective], candidates[0].measure
     of_dense = {name: found.own for name, found in candidates[0].kept.items() if found.own is not None}
-    noise = of_dense[measure]
     table = Table(
         Column("settings", no_wrap=True),
-        title=f"Least {minimised.heading} first. Excess: {measure} lost beyond the noise of dense attention.\n"
-        f"Dense attention keeps {_interval(noise)} of itself in other batches. 95 % intervals.",
+        title=f"Least {heading} first. Excess: {measure} lost beyond the noise of dense attention.\n"
+        f"Dense attention keeps {_interval(of_dense[measure])} of itself in other batches. 95 % intervals.",
     )  # fmt: skip
     amount = "bytes read" if objective == "bytes" else "memory"
     headings = measure, "excess", "half that chooses", "half that judges", "KL", "keys read", "keys kept", amount, ""
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for candidate in sorted(candidates, key=minimised.share):
-        shares = candidate.key_read_share, candidate.key_kept_share, minimised.share(candidate)
+    for name in headings:
+        table.add_column(name, justify="right")
+    for candidate in sorted(candidates, key=lambda each: each.shares[minimised]):
+        found = candidate.kept[measure]
         table.add_row(
-            candidate.name, _interval(candidate.kept[measure].found), _percent(candidate.excess),
-            _percent(candidate.choosing), _percent(candidate.judging), f"{candidate.kept['kl'].found.value:.4f}",
-            *(f"{share:.1%}" for share in shares),
+            candidate.name, _interval(found.found), _percent(found.excess), _percent(candidate.choosing),
+            _percent(candidate.judging), f"{candidate.kept['kl'].found.value:.4f}",
+            *(f"{candidate.shares[share]:.1%}" for share in ("key_read_share", "key_kept_share", minimised)),
             "chosen" if candidate is chosen else "",
         )  # fmt: skip
     table.add_section()
     table.add_row(
-        "dense, other batches", _interval(noise), "0", "0", "0", f"{of_dense['kl'].value:.4f}", *["100.0%"] * 3, ""
-    )
+        "dense, other batches", _interval(of_dense[measure]), "0", "0", "0", f"{of_dense['kl'].value:.4f}",
+        *["100.0%"] * 3, "",
+    )  # fmt: skip
     return table
-
-
-def plot_frontier(candidates: Sequence[Candidate], most_excess: float, objective: str, path: Path) -> None:
-    """Draw the excess against what is minimised.
-
-    Raises:
-        ConfigurationError: the plot cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    minimised, measure = OBJECTIVES[objective], candidates[0].measure
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    panel = figure.subplots()
-    ordered = sorted(candidates, key=minimised.share)
-    shares = [100 * minimised.share(each) for each in ordered]
-    panel.plot(shares, [100 * each.excess.value for each in ordered], "o", markersize=4)
-    for share, each in zip(shares, ordered, strict=True):
-        excess = each.excess
-        if excess.count > 1:
-            panel.vlines([share], [100 * excess.low], [100 * excess.high], "C0")
-        place = share, 100 * excess.value
-        panel.annotate(each.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    panel.axhline(0, color="black", linewidth=0.8)
-    panel.axhline(100 * most_excess, color="black", linewidth=0.8, linestyle="--")
-    panel.set_xscale("log")
-    panel.set_xlabel(f"{minimised.heading}, % of dense attention")
-    panel.set_ylabel(f"{measure} lost beyond the noise of dense attention, %")
-    panel.grid(alpha=0.3)
-    save_figure(figure, path)
 
 
 def _interval(found: Estimate) -> str:
     return f"{found.value:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if found.count > 1 else "")
 
 
-def _percent(found: Estimate) -> str:
+def _percent(found: Estimate | None) -> str:
+    assert found is not None
     interval = f" [{100 * found.low:+.1f}, {100 * found.high:+.1f}]" if found.count > 1 else ""
     return f"{100 * found.value:+.1f}%{interval}"
