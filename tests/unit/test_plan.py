@@ -9,7 +9,7 @@ from vllm_sparse_plugin.config import preset_names, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.evictions import Retention, requests_at_once
 from vllm_sparse_plugin.tools.cli.app import app
-from vllm_sparse_plugin.tools.cli.plan import CacheShape, _bytes_of, _pool
+from vllm_sparse_plugin.tools.cli.plan import CacheShape, _pool
 
 LLAMA = CacheShape(32, 32, 8, 128, 2)
 
@@ -73,8 +73,6 @@ def test_layers_of_other_kinds_are_named(folder):
     ("fields", "which"),
     [
         ({"sliding_window": 1024, "sliding_window_pattern": 6}, "the layers of sliding_window"),
-        ({"attention_chunk_size": 8192}, "the layers of attention_chunk_size"),
-        ({"attn_layer_period": 8, "attn_layer_offset": 4}, "the layers of attn_layer_period"),
         ({"sliding_window": 131072, "use_sliding_window": False}, None),
         ({"sliding_window": None}, None),
     ],
@@ -107,43 +105,16 @@ def test_offloading_divides_both_memories(folder):
     assert rows_of(output)["as given"][2] == "131,072"
     assert "as given: 16.0 GiB of host memory" in output
     assert "and 0.0 GiB of copies of pages" in output
-
-
-@pytest.mark.parametrize(
-    ("sections", "sentence"),
-    [
-        ({"selection": {"policy": "dense"}}, "sparse_attention.offload: got policy dense, allowed: null"),
-        (
-            {"compaction": {"method": "snapkv"}},
-            "sparse_attention.offload: got a section and sparse_attention.compaction, allowed: null",
-        ),
-        ({"first_dense_layers": 2}, "sparse_attention.offload: got 2 leading dense layers, allowed: null"),
-        (
-            {"min_context_tokens": 9000},
-            "sparse_attention.min_context_tokens: got 9000, allowed: up to 8193 with offload",
-        ),
-    ],
-)
-def test_what_a_server_refuses_beside_offloading_has_no_numbers(sections, sentence, folder):
-    settings = json.dumps({"sparse_attention": OFFLOADING | sections})
+    # Selections in pieces are read where they are.
+    settings = json.dumps({"sparse_attention": OFFLOADING | {"selection": {"budget_tokens": 8200}}})
     output = run("--model", str(folder), *SIZES, "--additional-config", settings)
-    assert f"as given is refused: {sentence}" in output
-    assert "as given" not in rows_of(output)
-    assert "as given: 128.0 GiB" not in output
-
-
-@pytest.mark.parametrize("case", ["a large budget", "large groups"])
-def test_selections_that_are_read_in_pieces_have_no_copies(case, folder):
-    settings = {"selection": {"budget_tokens": 8200}} if case == "a large budget" else {"offload": {}}
-    if case == "large groups":
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**values, "num_key_value_heads": 1}))
-    output = run(
-        "--model", str(folder), *SIZES, "--additional-config",
-        json.dumps({"sparse_attention": OFFLOADING | settings}),
-    )  # fmt: skip
     (line,) = (line for line in output.splitlines() if line.startswith("as given:"))
     assert "and 0.0 GiB of copies of pages" in line
+    # What a server refuses beside offloading has no numbers.
+    settings = json.dumps({"sparse_attention": OFFLOADING | {"first_dense_layers": 2}})
+    output = run("--model", str(folder), *SIZES, "--additional-config", settings)
+    assert "as given is refused: sparse_attention.offload: got 2 leading dense layers, allowed: null" in output
+    assert "as given" not in rows_of(output)
 
 
 def test_buffers_and_statistics_limit_what_the_host_has_room_for(folder):
@@ -212,7 +183,7 @@ def test_settings_that_are_given_have_a_row_of_their_own(folder):
         run("--model", str(folder), *SIZES, "--additional-config", '{"sparse_attention": {"topk": 1}}')
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int4", "nonsense", "int8_per_token_head", ""])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", ""])
 def test_a_type_of_cache_that_is_not_served_is_refused(folder, dtype):
     allowed = "auto, bfloat16, float16, fp8 or fp8_e4m3"
     with pytest.raises(ConfigurationError, match=f"^kv_cache_dtype: got '{dtype}', allowed: {allowed}$"):
@@ -276,26 +247,6 @@ def test_a_context_beyond_the_models_is_told(folder):
     assert "beyond the model" not in run("--model", str(folder), *SIZES, "--context", "8192")
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("gpu_memory", "9" * 400 + "GiB"), ("gpu_memory", "1e23"), ("gpu_memory", "80"),
-        ("gpu_memory_utilization", "nan"), ("gpu_memory_utilization", "0"), ("gpu_memory_utilization", "inf"),
-    ],
-)  # fmt: skip
-def test_numbers_out_of_range_are_one_sentence(folder, option, value):
-    with pytest.raises(ConfigurationError, match=f"^{option}: got "):
-        run("--model", str(folder), "--weights", "1GiB", f"--{option.replace('_', '-')}", value)
-
-
-@pytest.mark.parametrize("zero", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"])
-def test_a_model_without_heads_or_layers_is_one_sentence(folder, zero):
-    config = json.loads((folder / "config.json").read_text()) | {zero: 0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigurationError, match=r"^model: got .*, allowed: a folder with a config.json"):
-        run("--model", str(folder), *SIZES)
-
-
 def test_classes_of_layers_share_the_pool():
     config = resolve(None, "pyramidkv")
     tables, blocks = _pool(config, LLAMA, 2**35, 64, 256)
@@ -322,14 +273,13 @@ def test_drafts_keep_pages_of_all_running_requests():
         _pool(drafting, LLAMA, 2**35, 64, 1 << 17)
 
 
-@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 << 30), ("1.5GB", 1_500_000_000), ("2 MiB", 2 << 20)])
-def test_sizes(text, size):
-    assert _bytes_of("gpu_memory", text) == size
-
-
 def test_bad_input_is_one_sentence(folder):
-    with pytest.raises(ConfigurationError, match=r"gpu_memory: got 'much', allowed: a size such as 80GiB"):
-        run("--model", str(folder), "--gpu-memory", "much", "--weights", "1GiB")
+    for size in ("much", "9" * 400 + "GiB", "1e23", "80"):
+        with pytest.raises(ConfigurationError, match=f"gpu_memory: got '{size}', allowed: a size such as 80GiB"):
+            run("--model", str(folder), "--gpu-memory", size, "--weights", "1GiB")
+    for share in ("nan", "0"):
+        with pytest.raises(ConfigurationError, match=r"^gpu_memory_utilization: got "):
+            run("--model", str(folder), "--weights", "1GiB", "--gpu-memory-utilization", share)
     with pytest.raises(ConfigurationError, match=r"weights: got none"):
         run("--model", str(folder))
     with pytest.raises(ConfigurationError, match=r"gpu_memory: got 8GiB, allowed: more than 16.0 GiB"):

@@ -61,38 +61,35 @@ def run(monkeypatch, capsys):
 
 def test_both_are_asked_and_dense_is_compared_with_itself(run, tmp_path):
     report = tmp_path / "report.jsonl"
-    code, rows, _, started = run("--task", "niah_single_2", "--texts", "3", "--json", str(report))
+    code, rows, _, started = run("--texts", "3", "--json", str(report))
     assert code == 0
-    assert started == [("dense", None, None), ("unique", "unique", None)]
+    assert started == [("dense", None, None), ("unique", "unique", "{}")]
     assert [[cell.partition(" [")[0] for cell in row] for row in rows] == [
-        ["niah_single_2, score, asked 1", "0.00", "0.00"],
+        *([f"{task}, score, asked 1", "0.00", "0.00"] for task in real._TASKS),
         ["same next token as dense, 3 texts x 64 tokens", f"{63 / 64:.1%}", f"{60 / 64:.1%}"],
         ["changed beyond the noise of dense attention", "", f"{3 / 64:.1%}"],
     ]
-    assert all(re.search(r" \[-?[\d.]+%, [\d.]+%\]$", row[2]) for row in rows[1:])
+    assert all(re.search(r" \[-?[\d.]+%, [\d.]+%\]$", row[2]) for row in rows[3:])
     about, *answers = map(json.loads, report.read_text().splitlines())
     assert about["model"] == "smollm2-135m"
     assert [answer["run"] for answer in answers] == [
-        *["dense"] * 3, *["dense, another batch"] * 3, "dense", *["unique"] * 4,
+        *["dense"] * 3, *["dense, another batch"] * 3, *["dense"] * 3, *["unique"] * 6,
     ]  # fmt: skip
 
 
 def test_our_backend_without_selection_is_not_taken_for_the_reference(run):
     """Its answers took the place of those of vLLM's attention, and were compared with themselves."""
-    code, rows, _, started = run("--attention-backend", "dense", "--task", "niah_single_2")
+    code, rows, _, started = run("--attention-backend", "dense")
     assert code == 0
     assert [backend for _, backend, _ in started] == [None, "dense"]
-    assert rows[1][1].startswith(f"{63 / 64:.1%} [")
-    assert rows[1][2].startswith(f"{62 / 64:.1%} [")
+    assert rows[3][1].startswith(f"{63 / 64:.1%} [")
+    assert rows[3][2].startswith(f"{62 / 64:.1%} [")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--model", "x"], "model: got 'x', which does not exist, allowed: the folder of a model"),
-        (["--task", "qa_1"], "task: got 'qa_1', allowed: niah_single_1, "),
-        (["--context", "100"], "context: got 100 tokens, allowed: 4096 or more"),
-        (["--context", "99999"], "context: got 99999 tokens, allowed: from 4096 to the model's 32768"),
         (["--attention-backend", "x"], "attention_backend: got 'x', allowed: "),
         (["--additional-config", "{"], "additional_config: got text that is not JSON "),
     ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from math import sqrt
@@ -25,33 +25,31 @@ from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
 from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools import provenance
 from vllm_sparse_plugin.tools.arguments import (
+    AdditionalConfig,
     AttentionBackends,
     ModelFolder,
+    Report,
     Seed,
     beside_preset,
     find_model,
+    model_limits,
+    model_shape,
     open_tokenizer,
     parse_additional_config,
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cores import is_cpu_build
-from vllm_sparse_plugin.tools.endings import FAILED, open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.eval.endpoints import Server
-from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter, score
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.eval.results import Result, ask
 from vllm_sparse_plugin.tools.eval.tasks import needle_items
-from vllm_sparse_plugin.tools.models import head_size_of, read_config, text_config
 from vllm_sparse_plugin.tools.needles import ALL_TASKS, QUICK_TASKS, TASKS, check_questions, first_line
-from vllm_sparse_plugin.tools.provenance import Report, open_report
-from vllm_sparse_plugin.tools.server import (
-    LaunchedServer,
-    ServerError,
-    ServerSettings,
-    launch_server,
-    run_server,
-)
+from vllm_sparse_plugin.tools.provenance import open_report
+from vllm_sparse_plugin.tools.server import LaunchedServer, ServerSettings, launch_server, run_server
 
 _DENSE = "dense"
 """Label of vLLM's own attention, unless the plugin's backend `dense` is compared as well."""
@@ -65,9 +63,8 @@ _NO_GAIN = (
     "The seconds are no gain: they contain the prompts, the model is small, and a short context leaves little to save."
 )
 _EXAMPLE_PROMPT = (
-    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
+    "def load(path):\n    return open(path).read()\n"
     "\nThe special magic number for zudewi bizino is: 4815162.\n"
-    "\ndef save(path, data):\n    with open(path, \"w\") as file:\n        json.dump(data, file)\n"
     "\nThe special magic number for kalomu terife is: 2718281.\n"
     "\ndef keys(path):\n    return sorted(load(path))\n"
     "\nWhat is the special magic number for zudewi bizino? Answer:"
@@ -89,15 +86,10 @@ def needle_test(
     ] = False,
     questions: Annotated[int, typer.Option(help="Questions per task and context.")] = 8,
     attention_backend: AttentionBackends = None,
-    additional_config: Annotated[
-        str | None, typer.Option(help="--additional-config of each sparse server.", metavar="JSON")
-    ] = None,
+    additional_config: AdditionalConfig = "{}",
     seed: Seed = 0,
     min_ratio: Annotated[float, typer.Option(help="Required accuracy, as a fraction of the dense accuracy.")] = 0.95,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="JSON lines to write: the run, then each answer.", metavar="PATH"),
-    ] = None,
+    json_path: Report = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Start the sparse server, ask nothing, and keep it until Ctrl-C.")
     ] = False,
@@ -113,65 +105,42 @@ def needle_test(
     """
     model = find_model(model)
     backends = attention_backend or ["unique"]
-    plan = _Plan(
-        contexts=context or ([4096, 16384] if everything else [4096]),
-        tasks=task or list(TASKS if everything else QUICK_TASKS),
-        count=questions,
-        seed=seed,
-    )
-    shares = _check(model, plan, backends, min_ratio, additional_config)
-    dense = ServerSettings(model, max(plan.contexts), None, log_lines=0, every_core=True)
+    contexts = context or ([4096, 16384] if everything else [4096])
+    tasks = task or list(TASKS if everything else QUICK_TASKS)
+    check_questions(tasks, contexts, questions, model_limits(model)[0])
+    shares = _keys_of(model, backends, additional_config)
+    if not 0 <= min_ratio <= 1:
+        raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
+    if keep and len(backends) > 1:
+        raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
+    dense = ServerSettings(model, max(contexts), None, log_lines=0, every_core=True)
     # The plugin's backend takes the name `dense`; vLLM's own attention then takes vLLM's name.
     reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
     servers = {reference: dense}
     servers |= {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
     console = open_console()
-    if keep and len(backends) > 1:
-        raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
     ensure_caches()
-    try:
-        if keep:
-            _keep(servers[backends[0]], console)
-            return
-        with open_report(json_path, model, "json") as report:
-            results = _ask_all(servers, plan, report, console)
-            for name in backends:
-                console.print(_table(name, results[name], reference, results[reference], shares[name]))
-                console.print(_answers(name, results[name], reference, results[reference]))
-            console.print(_NO_GAIN, highlight=False, soft_wrap=True)
-            enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
-            if not everything:
-                console.print(_MORE, highlight=False, soft_wrap=True)
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED) from None
+    if keep:
+        _keep(servers[backends[0]], console)
+        return
+    with open_report(json_path, model, "json") as report:
+        results = _ask_all(servers, partial(_items, model, contexts, tasks, questions, seed), report, console)
+        for name in backends:
+            console.print(_table(name, results[name], reference, results[reference], shares[name]))
+            console.print(_answers(name, results[name], reference, results[reference]))
+        say(console, _NO_GAIN)
+        enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+        if not everything:
+            say(console, _MORE)
     if not all(enough):
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The questions to ask."""
-
-    contexts: list[int]
-    tasks: list[str]
-    count: int
-    """Questions per task and context."""
-    seed: int
-
-    def items(self, model: Path) -> list[Item]:
-        """Return the questions, ordered by context and task.
-
-        Raises:
-            ConfigurationError: the model has no tokenizer.
-        """
-        prompter = _prompter(model)
-        return [
-            item
-            for size in self.contexts
-            for task in self.tasks
-            for item in needle_items(prompter, task, size, self.count, self.seed)
-        ]
+def _items(model: Path, contexts: list[int], tasks: list[str], count: int, seed: int) -> list[Item]:
+    """Return the questions, ordered by context and task."""
+    return [
+        item for size in contexts for task in tasks for item in needle_items(_prompter(model), task, size, count, seed)
+    ]
 
 
 @cache
@@ -180,90 +149,64 @@ def _prompter(model: Path) -> Prompter:
 
 
 def _ask_all(
-    servers: dict[str, ServerSettings], plan: _Plan, report: Report, console: Console
+    servers: dict[str, ServerSettings], write: Callable[[], list[Item]], report: provenance.Report, console: Console
 ) -> dict[str, list[Result]]:
-    """Ask every server all questions, one server after the other.
+    """Ask every server all questions that `write` returns, one server after the other.
 
     On a CPU as many servers start at once as there are cores: a start is mostly serial, and an idle server sleeps.
     On a GPU servers start one by one, because each takes most of the memory.
     """
     at_once = max(1, os.cpu_count() or 1) if is_cpu_build() else 1
-    waiting = list(servers.items())
     items: list[Item] = []
     results: dict[str, list[Result]] = {}
-    while waiting:
-        starting, waiting = waiting[:at_once], waiting[at_once:]
+    for first in range(0, len(servers), at_once):
+        starting = list(servers.items())[first : first + at_once]
         with ExitStack() as running:
-            launched: list[LaunchedServer] = []
-            try:
-                for name, settings in starting:
-                    launched.append(running.enter_context(launch_server(name, settings)))
-                title = f"Starting the {' and the '.join(name for name, _ in starting)} server, 1 to 4 min"
-                with show_progress(console, title):
-                    items = items or plan.items(servers[starting[0][0]].model)
-                    for server in launched:
-                        server.wait_until_ready()
+            launched = [running.enter_context(launch_server(*each)) for each in starting]
+            title = f"Starting the {' and the '.join(name for name, _ in starting)} server, 1 to 4 min"
+            with show_progress(console, title):
+                items = items or write()
                 for server in launched:
-                    results[server.name] = _ask(server, items, report, console)
-                    server.stop()
-            except BaseException:
-                # All servers stop in parallel while this loop waits for the first.
-                for server in launched:
-                    server.process.terminate()
-                raise
+                    server.wait_until_ready()
+            for server in launched:
+                results[server.name] = _ask(server, items, report, console)
+                server.stop()
     return results
 
 
-def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Console) -> list[Result]:
+def _ask(server: LaunchedServer, items: list[Item], report: provenance.Report, console: Console) -> list[Result]:
     """Ask one server all questions. Print a line for each task and context, and record each answer."""
-    planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
+    planned = [PlannedItem(item.id, partial(lambda item: item, item)) for item in items]
     results: list[Result] = []
     with server.explain_failures():
         endpoint = Server(server.client, server.settings.model.name, concurrency=1)
-        replies = ask(endpoint, planned, "prompt", _prompter(server.settings.model), _score, console, server.name)
+        replies = ask(endpoint, planned, "prompt", _prompter(server.settings.model), score, console, server.name)
         for (task, context_tokens), part in groupby(replies, _row):
             answered = []
             for result in part:
                 report.add(_record(server.name, result))
                 answered.append(result)
             seconds = sum(result.seconds for result in answered)
-            console.print(
+            say(
+                console,
                 f"{server.name}: {task} at {context_tokens} tokens: {_correct(answered)} of {len(answered)} right, "
                 f"{seconds:.1f} s",
-                highlight=False,
-                soft_wrap=True,
             )
             results += answered
     return results
 
 
-def _check(
-    model: Path, plan: _Plan, backends: list[str], min_ratio: float, additional_config: str | None
-) -> dict[str, ModelKeys]:
-    """Return the keys that each backend reads and keeps, by context in tokens.
-
-    Raises ConfigurationError for bad input before a server is started.
-    """
-    try:
-        config = text_config(read_config(model))
-        limit, head_size = int(config["max_position_embeddings"]), head_size_of(config)
-        layers = int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
-        raise ConfigurationError(
-            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings, "
-            "num_hidden_layers and head_dim"
-        ) from None
-    check_questions(plan.tasks, plan.contexts, plan.count, limit)
+def _keys_of(model: Path, backends: list[str], additional_config: str) -> dict[str, ModelKeys]:
+    """Return the keys that each backend reads and keeps, by context in tokens."""
     for name in backends:
         if name.upper() not in BACKENDS or backends.count(name) > 1:
             allowed = beside_preset(name) or f"{choices(known.lower() for known in BACKENDS)}, each once"
             raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}")
-    if not 0 <= min_ratio <= 1:
-        raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
-    settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)
+    settings, trained = parse_additional_config(additional_config).get(KEY), read_trained_section(model)
     resolved = {name: resolve(settings, BACKENDS[name.upper()], trained) for name in backends}
+    shape = model_shape(model)
     # A cache that evicts does so in whole blocks. A server chooses the block size when it starts.
-    return {name: ModelKeys(each, layers, head_size, PREFERRED_BLOCK) for name, each in resolved.items()}
+    return {name: ModelKeys(each, shape.layers, shape.head_size, PREFERRED_BLOCK) for name, each in resolved.items()}
 
 
 def _record(backend: str, result: Result) -> dict[str, object]:
@@ -280,14 +223,6 @@ def _record(backend: str, result: Result) -> dict[str, object]:
     }
 
 
-def _built(item: Item) -> Item:
-    return item
-
-
-def _score(item: Item, completion: str) -> float:
-    return float(first_line(completion) in item.answers)
-
-
 def _keep(settings: ServerSettings, console: Console) -> None:
     """Start the sparse server, print a sample request, and wait for Ctrl-C or the server's end."""
     name = settings.backend or _DENSE
@@ -297,17 +232,15 @@ def _keep(settings: ServerSettings, console: Console) -> None:
         key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if os.environ.get("VLLM_API_KEY") else ""
         print(f"The {name} server is up, Ctrl-C stops it. Ask it for the number 4815162:\n")
         print(f"{shlex.join([*command, '-d', json.dumps(body)])}{key}", flush=True)
-        with suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(5)
-                client.models.list()
+        while True:
+            time.sleep(5)
+            client.models.list()
 
 
 def _table(backend: str, sparse: list[Result], reference: str, dense: list[Result], keys: ModelKeys) -> Table:
     """Return a table with one row per task and context."""
     table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds for the questions")
-    headings = "context", reference, backend, "keys read", "keys kept", f"{reference} s", f"{backend} s"
-    for heading in headings:
+    for heading in ("context", reference, backend, "keys read", "keys kept", f"{reference} s", f"{backend} s"):
         table.add_column(heading, justify="right")
     for ((task, context_tokens), sparse_results), (_, dense_results) in zip(
         groupby(sparse, _row), groupby(dense, _row), strict=True
@@ -347,15 +280,14 @@ def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_
     """Print the total. Return whether the sparse accuracy reaches `min_ratio` of the dense accuracy."""
     correct, total = {name: _correct(part) for name, part in results.items()}, len(results[reference])
     if correct[reference] == 0:
-        console.print("Total: dense attention answered no question right, so accuracy cannot be compared.")
+        say(console, "Total: dense attention answered no question right, so accuracy cannot be compared.")
         return False
     ratio = correct[backend] / correct[reference]
     shares = (f"{name} {correct[name]}/{total} ({_interval(correct[name], total)})" for name in (backend, reference))
-    console.print(
+    say(
+        console,
         f"Total: {', '.join(shares)}: {backend} reaches {ratio:.3f} of the accuracy of dense attention "
         f"({min_ratio} needed). In brackets: Wilson's 95 % interval of the accuracy.",
-        highlight=False,
-        soft_wrap=True,
     )
     return ratio >= min_ratio
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.table import Column, Table
@@ -26,10 +26,11 @@ from vllm_sparse_plugin.tools.arguments import (
     expect_cache_dtype,
     find_model,
     find_preset,
+    model_shape,
     parse_additional_config,
 )
-from vllm_sparse_plugin.tools.endings import open_console
-from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, text_config
+from vllm_sparse_plugin.tools.endings import open_console, say
+from vllm_sparse_plugin.tools.models import name_of, read_config, text_config
 
 _KERNEL_BLOCK = 16
 """FlashAttention needs blocks of a multiple of this many tokens."""
@@ -116,9 +117,8 @@ def plan(
     shape = _shape_of(folder, kv_cache_dtype)
     if not 0 < gpu_memory_utilization <= 1:
         raise ConfigurationError(f"gpu_memory_utilization: got {gpu_memory_utilization}, allowed: more than 0, up to 1")
-    taken = (
-        _bytes_of("weights", weights) if weights else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    )
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    taken = _bytes_of("weights", weights) if weights else files
     if not taken:
         raise ConfigurationError("weights: got none, allowed for a folder without safetensors: a size such as 16GiB")
     memory = int(_bytes_of("gpu_memory", gpu_memory) * gpu_memory_utilization) - taken
@@ -134,7 +134,9 @@ def plan(
     )  # fmt: skip
     host, notes, fitting_none = _bytes_of("host_memory", host_memory or "128GiB"), [*_warnings(folder, context)], []
     blocks: dict[int, list[str]] = {}
-    for name, value, of_preset in _rows(settings, preset):
+    rows = [(_GIVEN, settings, preset)] if settings is not None else []
+    rows += [(name, None, name) for name in sorted(preset_names(), key=lambda name: (name != "dense", name))]
+    for name, value, of_preset in rows:
         try:
             config = resolve(value, of_preset, trained)
             _expect_served(config, shape)
@@ -142,9 +144,10 @@ def plan(
             if config.offload is None:
                 tables, num_blocks = _pool(config, shape, memory, tokens, max_num_seqs)
             else:
-                offloading = _Offloading.of(config, shape, memory, config.offload.bytes or host, tokens, context)
-                tables, num_blocks = [None], offloading.num_blocks
-                notes.append(f"{name}: {offloading.describe(config, max_num_seqs)}")
+                room = config.offload.bytes or host
+                num_blocks, note = _offloaded(config, shape, memory, room, tokens, context, max_num_seqs)
+                tables = [None]
+                notes.append(f"{name}: {note}")
         except ConfigurationError as error:
             notes.append(f"{name} is refused: {error}")
             continue
@@ -155,104 +158,59 @@ def plan(
         blocks.setdefault(tokens, []).append(name)
         keys = ModelKeys(config, shape.layers, shape.head_size, tokens, shape.itemsize)
         shares = keys.shares(context)
-        read = f"{shares.read:.1%}" if keys.by_length else "?"
-        room = f"{num_blocks * tokens // len(tables):,}"
-        table.add_row(name, read, f"{shares.kept:.1%}", room, *map(str, fits))
+        read, cached = f"{shares.read:.1%}" if keys.by_length else "?", f"{num_blocks * tokens // len(tables):,}"
+        table.add_row(name, read, f"{shares.kept:.1%}", cached, *map(str, fits))
     if fitting_none:
         notes.append(f"No request of {context:,} tokens fits with {', '.join(fitting_none)}.")
     sizes = sorted(blocks, key=lambda size: -len(blocks[size]))
     others = "".join(f"; {size} with {', '.join(blocks[size])}" for size in sizes[1:])
     notes.append(f"Blocks of {sizes[0]} tokens{others}.")
     console = open_console()
-    console.print(f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
+    say(console, f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
     console.print(table)
     for sentence in notes:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(console, sentence)
 
 
-class _Offloading(NamedTuple):
-    """What a server with keys and values in host memory has room for. Sizes are bytes."""
-
-    num_blocks: int
-    host: int
-    """Keys and values."""
-    statistics: int
-    """On the GPU."""
-    buffers: int
-    """Of the prompts, on the GPU."""
-    free: int
-    """Room for copies of pages on the GPU."""
-    token: int
-    """Keys and values of a token."""
-    group_size: int
-    """Query heads of a KV head."""
-
-    @classmethod
-    def of(
-        cls, config: ResolvedConfig, shape: CacheShape, memory: int, host: int, block_size: int, context: int
-    ) -> _Offloading:
-        """Divide GPU memory and host memory.
-
-        Raises:
-            ConfigurationError: the buffers of the prompts do not fit the GPU, or the statistics of the settings' host
-                memory do not.
-        """
-        token = 2 * shape.layers * shape.kv_heads * shape.head_size * shape.itemsize
-        block = token * block_size
-        of_block = shape.layers * shape.block_bytes(config, block_size) - block
-        buffers = 2 * -(-context // block_size) * block // shape.layers
-        if buffers >= memory:
-            raise ConfigurationError(f"context: got {context}, allowed: less, since two buffers of it must fit the GPU")
-        num_blocks, most = host // block, (memory - buffers) // of_block if of_block else host
-        assert config.offload is not None
-        if num_blocks > most and config.offload.bytes is not None:
-            allowed = math.floor(10 * most * block / 2**30) / 10
-            raise ConfigurationError(
-                f"{KEY}.offload.host_memory: got {config.offload.host_memory}, whose page statistics take "
-                f"{num_blocks * of_block / 2**30:.1f} GiB of GPU memory, allowed: up to {allowed}GiB"
-            )
-        num_blocks = min(num_blocks, most)
-        statistics, group = num_blocks * of_block, shape.heads // shape.kv_heads
-        return cls(num_blocks, num_blocks * block, statistics, buffers, memory - buffers - statistics, token, group)
-
-    def describe(self, config: ResolvedConfig, running: int) -> str:
-        """Return the use of both memories, and the time that a request adds to a decode step."""
-        assert config.selector is not None
-        assert config.offload is not None
-        page = config.selector.page_size * self.token
-        # Selections in pieces are read where they are.
-        wanted = config.offload.hot_pages
-        if largest_selection(config) > MAX_K or self.group_size > MAX_GROUP:
-            wanted = 0.0
-        copies = min(self.free, int(wanted * running * config.selector.budget_pages * page))
-        gib = [f"{size / 2**30:.1f} GiB" for size in (self.host, self.statistics, self.buffers, copies)]
-        milliseconds = config.selector.budget_pages * page / _BUS_BYTES_PER_SECOND * 1e3
-        return (
-            f"{gib[0]} of host memory; on the GPU {gib[1]} of page statistics, {gib[2]} of buffers for prompts and "
-            f"{gib[3]} of copies of pages; a request adds up to {milliseconds:.1f} ms to a step (no page has a copy), "
-            f"{milliseconds / 10:.2f} ms if nine of ten have one"
+def _offloaded(
+    config: ResolvedConfig, shape: CacheShape, memory: int, host: int, block_size: int, context: int, running: int
+) -> tuple[int, str]:
+    """Return the number of blocks in host memory, and a sentence on both memories and the time of a decode step."""
+    assert config.offload is not None
+    assert config.selector is not None
+    token = 2 * shape.layers * shape.kv_heads * shape.head_size * shape.itemsize
+    block = token * block_size
+    of_block = shape.layers * shape.block_bytes(config, block_size) - block  # page statistics, on the GPU
+    buffers = 2 * -(-context // block_size) * block // shape.layers
+    if buffers >= memory:
+        raise ConfigurationError(f"context: got {context}, allowed: less, since two buffers of it must fit the GPU")
+    num_blocks, most = host // block, (memory - buffers) // of_block if of_block else host
+    if num_blocks > most and config.offload.bytes is not None:
+        allowed = math.floor(10 * most * block / 2**30) / 10
+        raise ConfigurationError(
+            f"{KEY}.offload.host_memory: got {config.offload.host_memory}, whose page statistics take "
+            f"{num_blocks * of_block / 2**30:.1f} GiB of GPU memory, allowed: up to {allowed}GiB"
         )
-
-
-def _rows(settings: Any, preset: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, settings and preset of each row: the settings given, then dense attention."""
-    if settings is not None:
-        yield _GIVEN, settings, preset
-    for name in sorted(preset_names(), key=lambda name: (name != "dense", name)):
-        yield name, None, name
+    num_blocks = min(num_blocks, most)
+    statistics, selected = num_blocks * of_block, config.selector.budget_pages * config.selector.page_size * token
+    # Selections in pieces are read where they are.
+    in_pieces = largest_selection(config) > MAX_K or shape.heads // shape.kv_heads > MAX_GROUP
+    wanted = 0 if in_pieces else int(config.offload.hot_pages * running * selected)
+    copies = min(memory - buffers - statistics, wanted)
+    gib = [f"{size / 2**30:.1f} GiB" for size in (num_blocks * block, statistics, buffers, copies)]
+    milliseconds = selected / _BUS_BYTES_PER_SECOND * 1e3
+    return num_blocks, (
+        f"{gib[0]} of host memory; on the GPU {gib[1]} of page statistics, {gib[2]} of buffers for prompts and "
+        f"{gib[3]} of copies of pages; a request adds up to {milliseconds:.1f} ms to a step (no page has a copy), "
+        f"{milliseconds / 10:.2f} ms if nine of ten have one"
+    )
 
 
 def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
-    """Refuse a configuration that a server refuses for this cache dtype, or beside offloading.
-
-    Raises:
-        ConfigurationError: states the refusal.
-    """
+    """Refuse a configuration that a server refuses for this cache dtype, or beside offloading."""
     for field, got, allowed in refuse_settings(config, on_gpu=True) if config.offload is not None else ():
         raise ConfigurationError(f"{field}: got {got}, allowed: {allowed}")
-    if shape.itemsize > 1:
-        return
-    if config.rolling_window is not None:
+    if shape.itemsize == 1 and config.rolling_window is not None:
         raise ConfigurationError(
             f"{KEY}.compaction.positions: got rolling with a KV cache of 8 bits, allowed: text with it"
         )
@@ -277,63 +235,38 @@ def _pool(
 
 
 def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
-    """Read the shape of the cache from a config.json.
-
-    Raises:
-        ConfigurationError: the file lacks a field, or the cache dtype is not served.
-    """
-    try:
-        model_config = read_config(folder)
-        config = text_config(model_config)
-        heads = int(config["num_attention_heads"])
-        kv_heads = config.get("num_key_value_heads")
-        shape = CacheShape(
-            int(config["num_hidden_layers"]), heads, heads if kv_heads is None else int(kv_heads),
-            head_size_of(config), 2,
-        )  # fmt: skip
-        if min(shape) < 1:
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
-        raise ConfigurationError(
-            f"model: got {str(folder)!r}, allowed: a folder with a config.json that has num_hidden_layers, "
-            "num_attention_heads and hidden_size"
-        ) from None
+    """Read the shape of the cache from a config.json."""
+    shape = model_shape(folder)
     if cache_dtype == "auto":
-        cache_dtype = _declared_dtype(model_config)
+        # A quantised checkpoint may ask for one.
+        quantization = read_config(folder).get("quantization_config")
+        scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+        if isinstance(scheme, Mapping):
+            kind, bits = scheme.get("type"), scheme.get("num_bits")
+            cache_dtype = "fp8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
     expect_cache_dtype(cache_dtype)
-    return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
+    return CacheShape(*shape[1:], itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
 
 
 def _warnings(folder: Path, context: int) -> Iterator[str]:
     """Yield sentences on a context beyond the model's, and on layers that do not attend to the whole context."""
-    config = text_config(read_config(folder))
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and context > longest:
+    config, longest = text_config(read_config(folder)), model_shape(folder).longest
+    if longest and context > longest:
         yield f"A context of {context:,} tokens is beyond the model's {longest:,}; a server refuses it."
     # Some hybrids name their layers, others have a letter for each.
     named = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
     kinds = next((kinds for kinds in named if kinds and isinstance(kinds, (list, str))), [])
     others = [kind for kind in kinds if kind not in ("full_attention", "attention", "*")]
     which = f"{len(others)} of {len(kinds)} layers" if others else None
-    if not kinds and (field := next(filter(config.get, _FIELDS_OF_OTHER_LAYERS), None)):
-        # Qwen2 names a window that it does not use.
-        is_used = field != "sliding_window" or config.get("use_sliding_window") is not False
-        which = f"the layers of {field}" if is_used else None
+    field = next(filter(config.get, _FIELDS_OF_OTHER_LAYERS), None)
+    # Qwen2 names a window that it does not use.
+    if not kinds and field and (field != "sliding_window" or config.get("use_sliding_window") is not False):
+        which = f"the layers of {field}"
     if which:
         yield (
             f"{which} do not attend to the whole context; the numbers take all layers to do so, so they are no upper "
             "bounds"
         )
-
-
-def _declared_dtype(config: Mapping[str, Any]) -> str:
-    """Return the cache dtype that a quantised checkpoint asks for, in vLLM's words; `auto` without one."""
-    quantization = config.get("quantization_config")
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
-    if not isinstance(scheme, Mapping):
-        return "auto"
-    kind, bits = scheme.get("type"), scheme.get("num_bits")
-    return "fp8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
 
 
 def _bytes_of(field: str, text: str) -> int:

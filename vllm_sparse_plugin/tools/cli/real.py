@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -14,9 +12,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import choices, expect_known
+from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.tools.arguments import (
+    AdditionalConfig,
     AttentionBackend,
+    Report,
     Seed,
     find_model,
     find_preset,
@@ -26,29 +26,27 @@ from vllm_sparse_plugin.tools.arguments import (
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cli.fetch_model import fetched_model
-from vllm_sparse_plugin.tools.endings import FAILED, open_console
+from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.tools.eval.items import NLL
 from vllm_sparse_plugin.tools.extras import STATISTICS, require_packages
 from vllm_sparse_plugin.tools.models import FETCHED, end_tokens, fetched_folder, name_of
-from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, check_contexts
+from vllm_sparse_plugin.tools.needles import check_contexts
 from vllm_sparse_plugin.tools.provenance import open_report
 
 if TYPE_CHECKING:
+    from vllm_sparse_plugin.tools import provenance
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
     from vllm_sparse_plugin.tools.eval.results import Result
     from vllm_sparse_plugin.tools.eval.statistics import Estimate
-    from vllm_sparse_plugin.tools.provenance import Report
     from vllm_sparse_plugin.tools.server import ServerSettings
 
 _DEFAULT = "smollm2-135m"
 _TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
-_SCORED_TOKENS = 64
+_CONTEXT, _SCORED_TOKENS = 4096, 64
 _BATCH = 4
 """Concurrency when dense attention is compared with itself. Another batch changes the rounding of a token."""
 _DENSE, _AGAIN = "dense", "dense, another batch"
-
-Name = Annotated[str, typer.Option(help=f"{choices(FETCHED)}, which are fetched, or a model as in other commands.")]
 
 
 class _Asked(NamedTuple):
@@ -60,23 +58,15 @@ class _Asked(NamedTuple):
 
 
 def real(
-    model: Name = _DEFAULT,
+    model: Annotated[
+        str, typer.Option(help=f"{choices(FETCHED)}, which are fetched, or a model as in other commands.")
+    ] = _DEFAULT,
     attention_backend: AttentionBackend = "unique",
-    additional_config: Annotated[
-        str | None, typer.Option(help="--additional-config of the sparse server.", metavar="JSON")
-    ] = None,
-    context: Annotated[int, typer.Option(help="Context in tokens.")] = MIN_CONTEXT_TOKENS,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"RULER task that needs no file, repeatable. Default: {', '.join(_TASKS)}."),
-    ] = None,
+    additional_config: AdditionalConfig = "{}",
     questions: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 1,
     texts: Annotated[int, typer.Option(min=1, help="Number of texts. Their newest tokens are compared.")] = 4,
     seed: Seed = 0,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="JSON lines to write: the run, then each answer.", metavar="PATH"),
-    ] = None,
+    json_path: Report = None,
 ) -> None:
     """Download a real model and compare sparse with dense attention on needles and on text.
 
@@ -87,45 +77,36 @@ def real(
     - 2: bad input
     - 3: a server failed
     """
-    from vllm_sparse_plugin.tools.eval.ruler import TASKS
-
     preset = find_preset(attention_backend)
-    settings = parse_additional_config(additional_config or "{}").get(KEY)
+    settings = parse_additional_config(additional_config).get(KEY)
     resolve(settings, preset)
-    names = task or list(_TASKS)
-    expect_known("task", names, TASKS)
-    check_contexts([context])
     is_fetched = model in FETCHED
     folder = fetched_folder(model) if is_fetched else find_model(model)
     with open_report(json_path, folder, "json") as report:
         require_packages("real", STATISTICS)
         if is_fetched:
             folder, _ = fetched_model(model, None, "real")
-        check_contexts([context], model_limits(folder)[0])
+        check_contexts([_CONTEXT], model_limits(folder)[0])
         ensure_caches()
         # Imported here: bad input must not wait for it.
         from vllm_sparse_plugin.tools.eval.items import Prompter
         from vllm_sparse_plugin.tools.eval.tasks import plan_tasks, plan_windows
-        from vllm_sparse_plugin.tools.server import ServerError, ServerSettings
+        from vllm_sparse_plugin.tools.server import ServerSettings
 
         prompter = Prompter(open_tokenizer(folder), end_tokens=end_tokens(folder))
         asked = _Asked(
-            plan_tasks(names, prompter, [context], questions, seed),
-            plan_windows(_manual(), prompter, [context], texts, _SCORED_TOKENS),
+            plan_tasks(_TASKS, prompter, [_CONTEXT], questions, seed),
+            plan_windows(_manual(), prompter, [_CONTEXT], texts, _SCORED_TOKENS),
         )
-        dense = ServerSettings(folder, context, None, log_lines=0, every_core=True)
+        dense = ServerSettings(folder, _CONTEXT, None, log_lines=0, every_core=True)
         forcing = ("--logits-processors", FORCED_TOKENS_PROCESSOR, "--logprobs-mode", "raw_logprobs")
         dense = replace(dense, arguments=(*dense.arguments, *forcing))
         sparse = replace(dense, backend=attention_backend, additional_config=additional_config)
         # The results of vLLM's own dense attention already have the name `dense`.
         name = f"backend-{_DENSE}" if attention_backend.lower() == _DENSE else attention_backend
         console = open_console()
-        try:
-            runs = _ask(_DENSE, dense, asked, prompter, console, report)
-            runs |= _ask(name, sparse, asked, prompter, console, report)
-        except ServerError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(FAILED) from None
+        runs = _ask(_DENSE, dense, asked, prompter, console, report)
+        runs |= _ask(name, sparse, asked, prompter, console, report)
         console.print(_table(name_of(folder), runs, name))
 
 
@@ -137,15 +118,12 @@ def _manual() -> str:
 
 
 def _ask(
-    name: str, settings: ServerSettings, asked: _Asked, prompter: Prompter, console: Console, report: Report
+    name: str, settings: ServerSettings, asked: _Asked, prompter: Prompter, console: Console, report: provenance.Report
 ) -> dict[str, list[Result]]:
-    """Ask one server all items, and dense attention the texts a second time.
-
-    Returns:
-        The answers by run.
-    """
-    from vllm_sparse_plugin.tools.eval import metrics, results
+    """Ask one server all items, and dense attention the texts a second time."""
+    from vllm_sparse_plugin.tools.eval import results
     from vllm_sparse_plugin.tools.eval.endpoints import Server
+    from vllm_sparse_plugin.tools.eval.items import score
     from vllm_sparse_plugin.tools.server import run_server
 
     asking = [(name, 1, asked.texts), (_AGAIN, _BATCH, asked.texts), (name, 1, asked.questions)]
@@ -155,7 +133,7 @@ def _ask(
             if run == _AGAIN and name != _DENSE:
                 continue
             endpoint = Server(client, settings.model.name, concurrency)
-            for result in results.ask(endpoint, planned, "question", prompter, metrics.score, console, run):
+            for result in results.ask(endpoint, planned, "question", prompter, score, console, run):
                 found.setdefault(run, []).append(result)
                 report.add({"run": run, **result.model_dump(mode="json")})
     return found
