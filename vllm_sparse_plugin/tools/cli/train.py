@@ -26,33 +26,28 @@ from vllm_sparse_plugin.tools.arguments import (
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cores import serve_command
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.eval.progress import Advance, show_progress
 from vllm_sparse_plugin.tools.extras import TRAINING, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-Data = Annotated[
-    Path,
-    typer.Option(help="JSON lines with `text`, or with `prompt` and the `completion` to learn.", metavar="PATH"),
-]
-Output = Annotated[
-    Path, typer.Option(help="Folder of the trained model. The same command continues a killed run.", metavar="PATH")
-]
 Budget = Annotated[int | None, typer.Option(help="Budget to train for. Default: the preset's.")]
-Steps = Annotated[int | None, typer.Option(help="Weight updates; same as `steps` in --settings. Default: 200.")]
-Settings = Annotated[str, typer.Option(help='Training settings, such as {"lora_rank": 0}.', metavar="JSON")]
 
 
 def train(
-    data: Data,
-    output: Output,
+    data: Annotated[
+        Path,
+        typer.Option(help="JSON lines with `text`, or with `prompt` and the `completion` to learn.", metavar="PATH"),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder of the trained model. The same command continues a killed run.", metavar="PATH")
+    ],
     model: ModelFolder = None,
     attention_backend: AttentionBackend = "unique",
     budget_tokens: Budget = None,
     additional_config: AdditionalConfig = "{}",
-    steps: Steps = None,
-    settings: Settings = "{}",
+    settings: Annotated[str, typer.Option(help='Training settings, such as {"lora_rank": 0}.', metavar="JSON")] = "{}",
     device: Device = None,
 ) -> None:
     """Fine-tune a model on the pages that serving selects.
@@ -71,8 +66,7 @@ def train(
     from vllm_sparse_plugin.tools.training.trainer import CURVES, Run, Trainer
 
     folder = find_model(model)
-    values = parse_additional_config(settings, "settings")
-    chosen = parse_settings(values | ({"steps": steps} if steps is not None else {}))
+    chosen = parse_settings(parse_additional_config(settings, "settings"))
     given = parse_additional_config(additional_config).get(KEY) or {}
     preset = find_preset(attention_backend)
     resolved = resolve(given, preset)
@@ -114,7 +108,7 @@ def train(
             f"data: got documents of up to {longest} tokens, allowed: some of more than {whole_tokens}, because the "
             "selection reads shorter ones whole"
         )
-    about = describe_run(folder, packages=tuple(TRAINING))
+    about = describe_run(folder, packages=TRAINING)
     run = Run(
         model=folder, output=output, served=served, section=section, settings=chosen, about=about, data=digest_of(data)
     )
@@ -124,11 +118,9 @@ def train(
     left = chosen.steps - trainer.steps
     with show_progress(console, f"Training: {left} steps", left) as advance:
         trainer.train(lambda row: _report(row, console, advance))
-    console.print(
-        f"The model is in {output}, its curves in {output / CURVES}.", markup=False, highlight=False, soft_wrap=True
-    )
+    say(console, f"The model is in {output}, its curves in {output / CURVES}.")
     serve = f"{serve_command()} {shlex.quote(str(output))} --attention-backend {attention_backend}"
-    console.print(f"Serve it: {serve}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"Serve it: {serve}")
 
 
 def _report(row: dict[str, Any], console: Console, advance: Advance) -> None:

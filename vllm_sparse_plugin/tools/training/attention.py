@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
@@ -88,6 +88,21 @@ Shares = dict[int, list[torch.Tensor]]
 """Share of dense attention on each page, by layer and for each part of the decoded tokens: see `dense_shares`."""
 
 
+class _Pass(NamedTuple):
+    """What a forward pass and its backward pass attend to."""
+
+    packing: Packing
+    """The sequences of a row."""
+    mask: PageMask | None = None
+    """None for dense attention."""
+    prompts: tuple[int, ...] | None = None
+    """Number of first tokens of each sequence that attend densely with any mask, like a prefill."""
+    is_exact: bool = False
+    """Whether decoded tokens attend under the hard mask, with the gradients of the soft mask."""
+    shares: Shares | None = None
+    """Without a mask, receives what decoded tokens read; with a mask, the target for the scores."""
+
+
 class PackedAttention:
     """The attention function of a model's layers, while a packing is set."""
 
@@ -107,11 +122,7 @@ class PackedAttention:
         self._served = served
         self._model_name = model_name
         self._checkpointing = checkpointing
-        self._packing = Packing((1,))
-        self._mask: PageMask | None = None
-        self._prompts: tuple[int, ...] | None = None
-        self._is_exact = False
-        self._shares: Shares | None = None
+        self._now = _Pass(Packing((1,)))
         self._selection_losses: dict[int, torch.Tensor] = {}
 
     @contextmanager
@@ -123,22 +134,13 @@ class PackedAttention:
         is_exact: bool = False,
         shares: Shares | None = None,
     ) -> Iterator[None]:
-        """Attend within the sequences of a row. Backward passes belong in the block.
-
-        Args:
-            packing: the sequences.
-            mask: None for dense attention.
-            prompts: number of first tokens of each sequence that attend densely with any mask, like a prefill.
-            is_exact: whether decoded tokens attend under the hard mask, with the gradients of the soft mask.
-            shares: without a mask, receives what decoded tokens read; with a mask, the target for the scores.
-        """
-        before = self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses
-        self._packing, self._mask, self._prompts, self._is_exact = packing, mask, prompts, is_exact
-        self._shares, self._selection_losses = shares, {}
+        """Attend within the sequences of a row. Backward passes belong in the block. Arguments: see `_Pass`."""
+        before = self._now, self._selection_losses
+        self._now, self._selection_losses = _Pass(packing, mask, prompts, is_exact, shares), {}
         try:
             yield
         finally:
-            self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses = before
+            self._now, self._selection_losses = before
 
     def selection_loss(self, device: torch.device) -> torch.Tensor:
         """Return the sum over tokens of the mean over layers and KV heads, in nats; 0 if no scores learn.
@@ -168,31 +170,28 @@ class PackedAttention:
         # Under autocast, rotary embedding gives float32 queries and keys, but values are 16-bit. Serving uses 16 bits.
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         is_sparse = module.layer_idx >= self._served.first_dense_layers
-        if self._mask is None and self._shares is not None and is_sparse:
-            self._shares[module.layer_idx] = self._dense_shares(query, key, scale)
-        if self._mask is None or not is_sparse or self._mask.reads_all(max(self._packing.lengths)):
-            return _attend_densely(query, key, value, self._packing, scale)[None], None
+        packing, mask, prompts, is_exact, page_shares = self._now
+        if mask is None and page_shares is not None and is_sparse:
+            page_shares[module.layer_idx] = self._dense_shares(query, key, scale)
+        if mask is None or not is_sparse or mask.reads_all(max(packing.lengths)):
+            return _attend_densely(query, key, value, packing, scale)[None], None
         layout = self._served.layout(key.shape[2])
-        records = page_records(key, self._packing, self._mask.page_size, layout.kind, layout.format)
-        if self._prompts is None:
-            return masked_attention(query, key, value, records, self._packing, self._mask, scale)[None], None
+        records = page_records(key, packing, mask.page_size, layout.kind, layout.format)
+        if prompts is None:
+            return masked_attention(query, key, value, records, packing, mask, scale)[None], None
         outputs: list[torch.Tensor] = []
         losses: list[torch.Tensor] = []
-        shares = None if self._shares is None else iter(self._shares[module.layer_idx])
+        shares = None if page_shares is None else iter(page_shares[module.layer_idx])
         for sequence, prompt, parts in self._decoded(query.shape[1]):
-            prompt_tokens, pages = slice(sequence.begin, sequence.begin + prompt), sequence.first_page
             if prompt:
-                outputs.append(
-                    _attend_densely(
-                        query[prompt_tokens], key[prompt_tokens], value[prompt_tokens], Packing((prompt,)), scale
-                    )
-                )
+                inside = slice(sequence.begin, sequence.begin + prompt)
+                outputs.append(_attend_densely(query[inside], key[inside], value[inside], Packing((prompt,)), scale))
             for begin, end in parts:
-                so_far = slice(sequence.begin, end)
+                so_far, first = slice(sequence.begin, end), sequence.first_page
                 part = (
                     query[begin:end], key[so_far], value[so_far],
-                    records[pages : pages + (end - sequence.begin) // self._mask.page_size],
-                    None if shares is None else next(shares), self._mask, scale, self._is_exact,
+                    records[first : first + (end - sequence.begin) // mask.page_size],
+                    None if shares is None else next(shares), mask, scale, is_exact,
                 )  # fmt: skip
                 if self._checkpointing:
                     attended, loss = checkpoint(_attend_decoded, *part, use_reentrant=False, preserve_rng_state=False)
@@ -208,7 +207,7 @@ class PackedAttention:
     def _decoded(self, num_heads: int) -> Iterator[tuple[Sequence, int, list[tuple[int, int]]]]:
         """Yield each sequence, the length of its prompt, and the bounds of the parts of its decoded tokens."""
         page_size = self._served.selection.page_size
-        for sequence, prompt in zip(self._packing.sequences(page_size), self._prompts or (), strict=True):
+        for sequence, prompt in zip(self._now.packing.sequences(page_size), self._now.prompts or (), strict=True):
             end, size = sequence.begin + sequence.length, max(_LOGITS_AT_ONCE // (num_heads * sequence.length), 1)
             begins = range(sequence.begin + prompt, end, size)
             yield sequence, prompt, [(begin, min(begin + size, end)) for begin in begins]

@@ -6,6 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_PANELS = {
+    "objective of the steps": {"objective": "objective"},
+    "loss of the held-out row": {"dense_loss": "dense", "served_loss": "as served"},
+    "same likeliest token, served and dense": {"agreement": "agreement"},
+}
+"""Columns of the log with their labels, by the title of a panel."""
+
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the objective, the loss of the served selection and the agreement.
@@ -17,27 +24,13 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
-    losses, fidelity, agreement = figure.subplots(1, 3)
-    steps = [row for row in rows if "objective" in row]
-    measured = [row for row in rows if "served_loss" in row]
-    for hard, color, label in ((False, "C0", "soft mask"), (True, "C3", "hard mask")):
-        part = [row for row in steps if (row["temperature"] is None) == hard]
-        if part:
-            values = [row["objective"] for row in part]
-            losses.plot([row["step"] for row in part], values, color=color, label=label, linewidth=1)
-    losses.set_title("objective of the steps", fontsize=9)
-    for name, label, color in (("dense_loss", "dense", "C0"), ("served_loss", "as served", "C3")):
-        values = [row[name] for row in measured]
-        fidelity.plot([row["step"] for row in measured], values, marker="o", markersize=3, color=color, label=label)
-    fidelity.set_title("loss of the held-out row", fontsize=9)
-    agreement.plot(
-        [row["step"] for row in measured], [row["agreement"] for row in measured], marker="o", markersize=3, color="C2"
-    )
-    agreement.set_title("same likeliest token, served and dense", fontsize=9)
-    for panel in (losses, fidelity, agreement):
+    for panel, (title, columns) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+        for column, label in columns.items():
+            points = [(row["step"], row[column]) for row in rows if column in row]
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=2, linewidth=1, label=label)
+        panel.set_title(title, fontsize=9)
         panel.set_xlabel("step", fontsize=8)
         panel.tick_params(labelsize=8)
-        panel.grid(alpha=0.3)
-    for panel in (losses, fidelity):
         panel.legend(fontsize=8, frameon=False)
+        panel.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

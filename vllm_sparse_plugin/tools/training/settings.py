@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
 from vllm_sparse_plugin.config.messages import allowed_by
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -93,34 +92,6 @@ class TrainingSettings(Section):
             return {"selection_loss": 0.0, **values}
         return values
 
-    @model_validator(mode="after")
-    def _hard_steps_are_some_of_all(self) -> Self:
-        if self.hard_steps is not None and self.hard_steps > self.steps:
-            raise PydanticCustomError(
-                "sentence",
-                "hard_steps: got {got}, allowed: up to the {steps} steps",
-                {"got": self.hard_steps, "steps": self.steps},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _equal_rows_go_alone(self) -> Self:
-        if self.equal_rows and self.rows_at_once > 1:
-            raise PydanticCustomError(
-                "sentence", "rows_at_once: got {got}, allowed: 1 with equal_rows", {"got": self.rows_at_once}
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _some_settings_are_about_what_follows_prompts(self) -> Self:
-        if self.straight_through and not self.dense_prompts:
-            raise PydanticCustomError("sentence", "straight_through: got true, allowed: with dense_prompts")
-        if self.selection_loss and not self.dense_prompts:
-            raise PydanticCustomError(
-                "sentence", "selection_loss: got {got}, allowed: with dense_prompts", {"got": self.selection_loss}
-            )
-        return self
-
     @property
     def peak_rate(self) -> float:
         """The peak learning rate. Its defaults are the best of the study in research/training."""
@@ -151,15 +122,23 @@ def parse_settings(values: Mapping[str, Any]) -> TrainingSettings:
         ConfigurationError: names the setting, the value and what is allowed.
     """
     try:
-        return TrainingSettings.model_validate(values)
+        settings = TrainingSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-    if first["type"] == "sentence":
-        raise ConfigurationError(f"settings.{first['msg']}")
-    name, fields = str(first["loc"][0]), TrainingSettings.model_fields
-    allowed = allowed_by(fields[name]) if name in fields else choices(fields)
-    got = repr(first["input"]) if name in fields else "unknown key"
-    raise ConfigurationError(f"settings.{name}: got {got}, allowed: {allowed}")
+        name, fields = str(first["loc"][0]), TrainingSettings.model_fields
+        allowed = allowed_by(fields[name]) if name in fields else choices(fields)
+        got = repr(first["input"]) if name in fields else "unknown key"
+        raise ConfigurationError(f"settings.{name}: got {got}, allowed: {allowed}") from None
+    with_them = "with dense_prompts"
+    for name, is_refused, allowed in (
+        ("hard_steps", (settings.hard_steps or 0) > settings.steps, f"up to the {settings.steps} steps"),
+        ("rows_at_once", settings.equal_rows and settings.rows_at_once > 1, "1 with equal_rows"),
+        ("straight_through", settings.straight_through and not settings.dense_prompts, with_them),
+        ("selection_loss", settings.selection_loss and not settings.dense_prompts, with_them),
+    ):
+        if is_refused:
+            raise ConfigurationError(f"settings.{name}: got {getattr(settings, name)!r}, allowed: {allowed}")
+    return settings
 
 
 def step_at(settings: TrainingSettings, step: int, budget_tokens: int, page_size: int) -> Step:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.tools.files import can_be_made
-from vllm_sparse_plugin.tools.models import fingerprint
 from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, Shares
 from vllm_sparse_plugin.tools.training.curves import draw_curves
 from vllm_sparse_plugin.tools.training.data import Row, join
@@ -33,6 +31,11 @@ LOG, CURVES = "training.jsonl", "training.png"
 _CHECKPOINTS, _LAST = "checkpoints", "last.json"
 _TORCH_WRITER = "PytorchStreamWriter"
 """Name in the errors of torch's files."""
+_OTHER = {
+    "model": "another base model", "settings": "other settings", "sparse_attention": "another selection",
+    "data": "other data",
+}  # fmt: skip
+"""Words for the parts of `Run.identity`."""
 _BETAS = (0.9, 0.95)
 Loader = Callable[[Path, HasName, torch.dtype], Any]
 """Loads a transformers model."""
@@ -69,7 +72,7 @@ class Run:
         written."""
         # The default rate may change between versions, and a run must not continue with another one.
         settings = self.settings.model_dump(exclude={"kept_share"}) | {"learning_rate": self.settings.peak_rate}
-        model = fingerprint(self.model)
+        model = fingerprint_of(self.model)
         return {"model": model, "settings": settings, "sparse_attention": self.section, "data": self.data}
 
 
@@ -87,15 +90,14 @@ class Trainer:
             load: loads a model from a folder, an attention function and a dtype.
 
         Raises:
-            ConfigurationError: transformers cannot load the model, or the folder has another run, is damaged or cannot
-                be
-                written.
+            ConfigurationError: transformers cannot load the model, or the folder has another run, is damaged or
+                cannot be written.
         """
         from accelerate import Accelerator
 
         settings = run.settings
         self._run, self._tokenizer = run, tokenizer
-        log = self._find_state()
+        steps = self._saved_steps()
         self._measured = rows[-1]
         self._rows = rows[:-1] if len(rows) > 1 else rows
         # Low-rank updates are float32 beside 16-bit weights. Trained weights are float32, and multiplied in 16 bits.
@@ -116,54 +118,54 @@ class Trainer:
         if settings.needs_teacher and all_weights:
             half = torch.float32 if on_cpu else torch.bfloat16
             self._teacher = load(run.model, self._attention, half).to(self._accelerator.device).eval()
-        self.steps = 0
+        self.steps = steps
         """Number of completed steps."""
         self.log: list[dict[str, Any]] = []
         """Rows of the log after the first."""
-        self._go_on(log)
+        self._go_on()
 
     def train(self, report: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
         """Run the remaining steps, then write the model and the plot.
 
         Args:
             report: receives each row of the log.
+
+        Raises:
+            ConfigurationError: the folder cannot be written.
         """
         settings = self._run.settings
-        if not self.steps:
-            self._note(self.measure(), report)
-        while self.steps < settings.steps:
-            self._note(self.step(), report)
-            last = self.steps == settings.steps
-            if last or self.steps % settings.measure_every == 0:
+        with _refusing(self._run.output):
+            if not self.steps:
                 self._note(self.measure(), report)
-            if last or self.steps % settings.save_every == 0:
-                self.save()
-        self.write()
-        if self.is_main_process:
-            with _refusing(self._run.output):
+            while self.steps < settings.steps:
+                self._note(self.step(), report)
+                last = self.steps == settings.steps
+                if last or self.steps % settings.measure_every == 0:
+                    self._note(self.measure(), report)
+                if last or self.steps % settings.save_every == 0:
+                    self.save()
+            self.write()
+            if self.is_main_process:
                 draw_curves(self.log, self._run.output / CURVES)
 
     def write(self) -> None:
         """Write the model. All processes call it."""
         run, state = self._run, self._accelerator.get_state_dict(self._model)
         if self.is_main_process:
-            with _refusing(run.output):
-                write_model(state, run.model, self._attention, run.settings, run.section, self._tokenizer, run.output)
+            write_model(state, run.model, self._attention, run.settings, run.section, self._tokenizer, run.output)
 
     def save(self) -> None:
         """Save the state of this step, from which another trainer continues. Delete older states."""
-        folder = self._run.output / _CHECKPOINTS
-        with _refusing(self._run.output):
-            self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
+        folder = self._last.parent
+        self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
         self._accelerator.wait_for_everyone()
         if self.is_main_process:
-            with _refusing(self._run.output):
-                part = folder / f".{_LAST}"
-                part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
-                part.replace(folder / _LAST)
-                for old in folder.iterdir():
-                    if old.is_dir() and old.name != str(self.steps):
-                        shutil.rmtree(old)
+            part = folder / f".{_LAST}"
+            part.write_text(json.dumps({"steps": self.steps, "identity": self._run.identity}), encoding="utf-8")
+            part.replace(self._last)
+            for old in folder.iterdir():
+                if old.is_dir() and old.name != str(self.steps):
+                    shutil.rmtree(old)
         self._accelerator.wait_for_everyone()
 
     @property
@@ -303,77 +305,59 @@ class Trainer:
         rows = [self._rows[_order(count, seed + number // count)[number % count]] for number in numbers]
         return rows, rows[place * per_device : (place + 1) * per_device]
 
-    def _find_state(self) -> list[dict[str, Any]]:
-        """Return the log rows of a killed run; none for a new run.
-
-        Raises:
-            ConfigurationError: the folder has other files, or cannot be written.
-        """
-        output = self._run.output
-        with _refusing(output):
-            if not can_be_made(output):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            first, rows = _read_log(output / LOG)
-            has_state, has_model = self._last.exists(), (output / "config.json").exists()
-        if first is not None:
-            self._expect_same(first.get("identity"))
-            if has_model and not has_state:
-                self._refuse(f"which has a trained model without its {_CHECKPOINTS}")
-        elif has_state:
-            self._refuse(f"which has {_CHECKPOINTS} without the beginning of {LOG}")
-        elif has_model:
-            self._refuse("which has a model already")
-        return rows
-
-    def _go_on(self, rows: list[dict[str, Any]]) -> None:
-        """Continue a killed run, or begin the log of a new one.
-
-        Args:
-            rows: of the log, as `_find_state` returns them.
-        """
-        run, accelerator, path = self._run, self._accelerator, self._run.output / LOG
-        if self._last.exists():
-            self._load()
-        self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
-        # No process may read a log that is being written.
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            with _refusing(run.output):
-                run.output.mkdir(parents=True, exist_ok=True)
-                first = run.about | {"identity": run.identity, "kept_share": run.settings.kept_share}
-                part = path.with_name(f".{LOG}.part")
-                part.write_text("".join(json.dumps(line) + "\n" for line in (first, *self.log)), encoding="utf-8")
-                part.replace(path)
-        accelerator.wait_for_everyone()
-
-    def _expect_same(self, before: Any) -> None:
-        """Refuse to continue a run with another identity."""
-        now = json.loads(json.dumps(self._run.identity))
-        before = before if isinstance(before, dict) else {}
-        names = {
-            "model": "another base model", "settings": "other settings", "data": "other data",
-            "sparse_attention": "another selection",
-        }  # fmt: skip
-        if other := [text for name, text in names.items() if before.get(name) != now[name]]:
-            raise ConfigurationError(
-                f"output: got {str(self._run.output)!r}, which has a run with {choices(other)}, allowed: a new folder, "
-                "or the same model, settings and data to continue"
-            )
-
     @property
     def _last(self) -> Path:
         """The file that names the last saved state."""
         return self._run.output / _CHECKPOINTS / _LAST
 
-    def _load(self) -> None:
-        """Load the last saved state."""
+    def _saved_steps(self) -> int:
+        """Return the completed steps of a killed run; 0 for a new run.
+
+        Raises:
+            ConfigurationError: the folder has another run or a model of another origin, or cannot be written.
+        """
+        output = self._run.output
+        if not can_be_made(output):
+            raise ConfigurationError(
+                f"output: got {str(output)!r} (not writable), allowed: a folder that can be written"
+            )
+        if not self._last.exists():
+            if (output / "config.json").exists():
+                self._refuse("which has a model already")
+            return 0
         try:
-            steps = int(json.loads(self._last.read_text(encoding="utf-8"))["steps"])
-            self._accelerator.load_state(str(self._last.parent / str(steps)))
-        except Exception as error:  # torch and pickle raise errors of many kinds
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._refuse(f"whose {_CHECKPOINTS} cannot be read ({reason:.120})")
-        self.steps = steps
+            saved = json.loads(self._last.read_text(encoding="utf-8"))
+            steps, before = int(saved["steps"]), dict(saved["identity"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._refuse(f"whose {_CHECKPOINTS} cannot be read ({error})")
+        now = json.loads(json.dumps(self._run.identity))
+        if other := [_OTHER[name] for name in now if before.get(name) != now[name]]:
+            raise ConfigurationError(
+                f"output: got {str(output)!r}, which has a run with {choices(other)}, allowed: a new folder, or the "
+                "same model, settings and data to continue"
+            )
+        return steps
+
+    def _go_on(self) -> None:
+        """Load the state of a killed run and its log, or begin the log of a new one."""
+        run, accelerator, path = self._run, self._accelerator, self._run.output / LOG
+        if self.steps:
+            try:
+                accelerator.load_state(str(self._last.parent / str(self.steps)))
+            except Exception as error:  # torch and pickle raise errors of many kinds
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._refuse(f"whose {_CHECKPOINTS} cannot be read ({reason:.120})")
+            self.log = [row for row in _read_log(path) if row["step"] <= self.steps]
+        # No process may read a log that is being written.
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            with _refusing(run.output):
+                run.output.mkdir(parents=True, exist_ok=True)
+                lines = [run.about | {"identity": run.identity, "kept_share": run.settings.kept_share}, *self.log]
+                part = path.with_name(f".{LOG}.part")
+                part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                part.replace(path)
+        accelerator.wait_for_everyone()
 
     def _refuse(self, got: str) -> NoReturn:
         raise ConfigurationError(f"output: got {str(self._run.output)!r}, {got}, allowed: a new folder")
@@ -381,24 +365,20 @@ class Trainer:
     def _note(self, row: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
         self.log.append(row)
         if self.is_main_process:
-            with _refusing(self._run.output), (self._run.output / LOG).open("a", encoding="utf-8") as file:
+            with (self._run.output / LOG).open("a", encoding="utf-8") as file:
                 print(json.dumps(row), file=file)
             report(row)
 
 
-def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the first line of a log and the complete rows after it. The first is None if missing."""
-    if not path.exists():
-        return None, []
-    values: list[Any] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            values.append(json.loads(line))
-        except (ValueError, RecursionError):
-            values.append(None)
-    first, *rows = values
-    steps = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
-    return (first, steps) if isinstance(first, dict) else (None, [])
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a log, which may be damaged."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
 
 
 @contextmanager
