@@ -11,17 +11,14 @@ from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.arguments import open_tokenizer
 from vllm_sparse_plugin.tools.cli import main
 from vllm_sparse_plugin.tools.cli.calibrate import _lengths
 from vllm_sparse_plugin.tools.diagnostics import calibration
 from vllm_sparse_plugin.tools.diagnostics.calibration import Accuracy, Detection, Observed
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
 from vllm_sparse_plugin.tools.diagnostics.texts import (
-    MIN_TEXT_TOKENS,
     Documents,
     build_documents,
-    count_continuations,
     cut_texts,
 )
 
@@ -44,14 +41,6 @@ def test_what_is_observed_is_what_a_loop_finds():
             assert float(observed.mass[0, query, head]) == pytest.approx(float(weights[:, 0].mean()), rel=1e-5)
             cosine = torch.nn.functional.cosine_similarity(rows, keys[:1]).mean()
             assert float(observed.scores[0, query, head]) == pytest.approx(float(cosine), rel=1e-4, abs=1e-6)
-
-
-def test_the_value_of_the_first_token_is_compared_with_the_median_of_the_others():
-    inputs = layer(tokens=6)
-    inputs.values[:, 0] *= 0.01
-    for head, found in enumerate(calibration.first_value(inputs).tolist()):
-        norms = [float(value.double().norm()) for value in inputs.values[head]]
-        assert found == pytest.approx(norms[0] / sorted(norms[1:])[2], rel=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.25, 0.6, 1.0])
@@ -141,19 +130,6 @@ def captured() -> CapturingModel:
     return CapturingModel(Path(__file__).parents[2] / "models" / "needle-8m", "cpu")
 
 
-def test_decoding_after_a_prefill_is_running_the_whole(captured):
-    tokens = torch.randint(3, 4096, (300,)).tolist()
-    whole = captured.run(tokens, 20)
-    cache = captured.prefill(tokens[:280])
-    for _ in range(2):  # the cache stays as it was
-        decoded = captured.decode(cache, tokens[280:])
-        for ours, theirs in zip(decoded.layers, whole, strict=True):
-            assert torch.equal(ours.context_lens, theirs.context_lens)
-            assert (ours.query - theirs.query).norm() < 2e-2 * theirs.query.norm()
-            assert (ours.keys - theirs.keys).norm() < 2e-2 * theirs.keys.norm()
-    assert len(decoded.predictions) == 20
-
-
 def test_a_skipped_group_has_no_part_in_what_follows(captured):
     tokens = torch.randint(3, 4096, (120,)).tolist()
     cache = captured.prefill(tokens[:100])
@@ -209,24 +185,6 @@ def test_no_text_both_fits_and_judges():
         build_documents(Words(), ["7 7 7 7 1 1", "7 7 7 7 2 2"], Path("a.jsonl"), [], [4, 6], 50, 0)
 
 
-def test_questions_of_a_task_that_is_named_twice_count_once(model):
-    tokenizer = open_tokenizer(Path(model))
-
-    def build(*tasks: str) -> Documents:
-        return build_documents(tokenizer, None, None, tasks, [4096, 5000], 2, 0)
-
-    once, twice = build("kv"), build("kv", "kv")
-    assert count_continuations(twice.fitting) == count_continuations(once.fitting)
-    assert twice.data == once.data
-
-
-def test_half_of_the_shortest_text_is_decoded(captured):
-    text = next(cut_texts([list(range(9))], [MIN_TEXT_TOKENS]))
-    right = calibration._Right()
-    right.add(text.rest[0], text.asked[0], captured.decode(captured.prefill(text.document), text.rest[0]).predictions)
-    assert (len(text.document), len(right.tokens)) == (2, 1)
-
-
 def run(monkeypatch, *arguments: str) -> object:
     monkeypatch.setattr(sys, "argv", ["vllm-sparse", "calibrate", *arguments])
     monkeypatch.setenv("COLUMNS", "200")
@@ -246,20 +204,10 @@ REFUSED = {
         ["--context", "8192"],
         "context: got 8192 tokens, allowed: two or more lengths from 4096 to the model's 32768",
     ),
-    "short context": (
-        ["--context", "100", "--context", "8192"],
-        "context: got 100, 8192 tokens, allowed: two or more ",
-    ),
     "long context": (["--context", "4096", "--context", "32769"], "context: got 4096, 32769 tokens, allowed: two or "),
     "context of too few words": (
         ["--context", "3", "--context", "8", "--prompts", "any.jsonl"],
         "context: got 3, 8 tokens, allowed: two or more lengths from 4 to the model's 32768",
-    ),
-    "no model": (["--model", "/nonexistent"], "model: got '/nonexistent', which does not exist, allowed: "),
-    "no prompts": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
-    "output": (
-        ["--output", "/nonexistent/a.yaml"],
-        "output: got '/nonexistent/a.yaml' (No such file or directory), allowed: a file that can be written",
     ),
 }
 
@@ -294,15 +242,10 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
     assert described["model"] == "needle-8m"
     assert [row["layer"] for row in found["layers"]] == [3, 4, 5, 6, 7]
     assert all(0 < row["first_value"] <= row["first_value_largest"] for row in found["layers"])
-    assert [row["skip_ratio"] for row in found["sweep"]] == [0.1, 0.2, 0.25, 0.4, 0.6, 0.8]
-    skipped = [row["skipped"] for row in found["sweep"]]
-    assert skipped == sorted(skipped)
-    asked_for = found["sweep"][2]
-    judged = found["rows"]
-    assert asked_for["tokens"] == sum(row["tokens"] for row in judged)
-    assert asked_for["tokens_right"] == sum(row["routed_tokens_right"] for row in judged)
-    assert asked_for["answers_right"] == sum(row["routed_answers_right"] for row in judged)
-    assert asked_for["skipped"] == found["detection"][0]
+    tokens, rows = sum(row["tokens"] for row in found["rows"]), found["rows"]
+    assert found["detection"][0] == pytest.approx(
+        sum(row["skipped"] * row["tokens"] for row in rows) / tokens, abs=0.02
+    )
     assert [(row["context_tokens"], row["task"]) for row in found["rows"]] == [(128, "text"), (300, "text")]
     # The share of the training texts that its thresholds skip.
     for length in (128, 300):

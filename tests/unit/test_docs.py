@@ -35,13 +35,14 @@ STANDS_FOR = {
     f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
     "entry point {self.group}": ("entry point",),
-    "settings.{name}": (),  # any setting of training, by its path
-    "settings.{first['msg']}": (),
+    # Any setting of training, by its path.
+    "settings.{name}": ("hard_steps", "rows_at_once", "straight_through", "selection_loss"),
     "vllm-sparse {command}": tuple(f"vllm-sparse {name}" for name in ("eval", "fetch-model", "real", "train", "tune")),
     "{self._option}": (),  # the option of a report, which has an entry of its own
     "{option}": ("data", "json", "output", "prompts", "completions", "model", "tokenizer"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
+    "{reason}": (),  # what `eval` refuses of `tune`
     "{name}": ("density", "tau"),  # and a task of eval
     "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
     "{given[0]}": ("sparse", "sparse_budget_tokens"),

@@ -26,13 +26,14 @@ from vllm_sparse_plugin.tools.arguments import (
     find_model,
     find_preset,
     model_limits,
+    model_shape,
     open_tokenizer,
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.diagnostics.texts import DEFAULT_TASKS, SAMPLES, build_documents, read_texts
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.models import name_of, read_config, text_config
+from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
 
@@ -46,37 +47,37 @@ SHARES = range(2, 17)
 _CONTEXT_BUDGETS = 4
 """Default context, in budgets."""
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with `prompt` and an optional `completion`. Each text must be as long as the context. Every "
-        "other text places the anchors, the rest judge them. Default: needle documents."
-    ),
-]
 Context = Annotated[
     int | None,
     typer.Option(help=f"Context in tokens, longer than the budget. Default: {_CONTEXT_BUDGETS} budgets."),
 ]
 Share = Annotated[int, typer.Option(help=f"Layers per anchor, {SHARES[0]} to {SHARES[-1]}.")]
-Budget = Annotated[int, typer.Option(help="Tokens read per KV head.")]
-TensorParallel = Annotated[
-    int,
-    typer.Option("--tensor-parallel-size", help="As for vLLM. KV heads are paired with those of the same rank only."),
-]
-Output = Annotated[Path | None, typer.Option(help="Preset to write. Default: anchors-MODEL.yaml.", metavar="PATH")]
 
 
 def anchors(
     model: ModelFolder = None,
-    prompts: Prompts = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt` and an optional `completion`. Each text must be as long as the context. "
+            "Every other text places the anchors, the rest judge them. Default: needle documents."
+        ),
+    ] = None,
     context: Context = None,
     share: Share = 3,
-    budget: Budget = BUDGET_TOKENS,
-    tensor_parallel_size: TensorParallel = 1,
+    budget: Annotated[int, typer.Option(help="Tokens read per KV head.")] = BUDGET_TOKENS,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", help="As for vLLM. KV heads are paired with those of the same rank only."
+        ),
+    ] = 1,
     attention_backend: AttentionBackend = "unique",
     seed: Seed = 0,
     device: Device = None,
-    output: Output = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Preset to write. Default: anchors-MODEL.yaml.", metavar="PATH")
+    ] = None,
     json_path: Report = None,
 ) -> None:
     """Find the layers of one model whose pages the layers behind them can read.
@@ -100,7 +101,11 @@ def anchors(
     resolved = resolve({"selection": {"budget_tokens": budget}}, preset, read_trained_section(folder))
     selection = resolved.selection
     assert isinstance(selection, ScoredSelection)
-    _expect_ranks(folder, tensor_parallel_size)
+    heads, ranks = model_shape(folder).kv_heads, tensor_parallel_size
+    if ranks < 1 or (heads % ranks and ranks % heads):
+        raise ConfigurationError(
+            f"tensor_parallel_size: got {ranks}, allowed: a divisor or a multiple of the model's {heads} KV heads"
+        )
     tokens = _context(context, budget, limit, 2 if prompts else MIN_CONTEXT_TOKENS)
     given = read_texts(prompts)
     path = output or Path(f"anchors-{name_of(folder)}.yaml")
@@ -124,7 +129,7 @@ def anchors(
         report.add({**asdict(outcome), "budget_tokens": budget, "policy": selection.name(), "data": documents.data})
         _print(outcome, console)
         write_output(path, _preset(outcome, selection, folder), "output")
-        console.print(f"Wrote {path}.", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Wrote {path}.")
 
 
 def _has_anchors(backend: str) -> bool:
@@ -132,16 +137,6 @@ def _has_anchors(backend: str) -> bool:
     resolved = resolve(None, BACKENDS[backend])
     others = resolved.routing, resolved.compaction, resolved.config.stopping
     return isinstance(resolved.selection, ScoredSelection) and others == (None, None, None)
-
-
-def _expect_ranks(folder: Path, ranks: int) -> None:
-    """Refuse a number of tensor-parallel ranks that cannot share the KV heads of a model."""
-    config = text_config(read_config(folder))
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    if ranks < 1 or (isinstance(heads, int) and heads % ranks and ranks % heads):
-        raise ConfigurationError(
-            f"tensor_parallel_size: got {ranks}, allowed: a divisor or a multiple of the model's {heads} KV heads"
-        )
 
 
 def _context(given: int | None, budget: int, limit: int, least: int) -> int:

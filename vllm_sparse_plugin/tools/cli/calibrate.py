@@ -38,7 +38,7 @@ from vllm_sparse_plugin.tools.diagnostics.texts import (
     count_continuations,
     read_texts,
 )
-from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.endings import open_console, say
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.needles import ALL_TASKS, MIN_CONTEXT_TOKENS, check_questions
@@ -47,46 +47,41 @@ from vllm_sparse_plugin.tools.provenance import check_output, open_report, write
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with `prompt` and an optional `completion`. Each text must be as long as the longest context. "
-        "Every other text fits the thresholds, the rest judge them. Default: needle documents."
-    ),
-]
-Contexts = Annotated[
-    list[int] | None,
-    typer.Option(
-        help=f"Context in tokens, repeatable, two or more. Default: {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
-        "longest. The preset refuses engines with longer contexts."
-    ),
-]
-Tasks = Annotated[
-    list[str] | None,
-    typer.Option(help=f"Needle task, repeatable: {', '.join(ALL_TASKS)}. Default: {' and '.join(DEFAULT_TASKS)}."),
-]
-Samples = Annotated[
-    int,
-    typer.Option(min=1, help="Minimum number of needle questions to fit to. As many others judge."),
-]
-SkipRatio = Annotated[float, typer.Option(help="Share of the KV groups to skip.")]
-Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="How to combine the cosines of a group's heads.")]
-DenseLayers = Annotated[int, typer.Option(min=0, help="First layers, which are never routed.")]
-Output = Annotated[Path | None, typer.Option(help="Preset to write. Default: sinkrouter-MODEL.yaml.", metavar="PATH")]
-
 
 def calibrate(
     model: ModelFolder = None,
-    prompts: Prompts = None,
-    context: Contexts = None,
-    task: Tasks = None,
-    samples: Samples = SAMPLES,
-    skip_ratio: SkipRatio = 0.6,
-    score: Score = "mean",
-    dense_layers: DenseLayers = 2,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt` and an optional `completion`. Each text must be as long as the longest "
+            "context. Every other text fits the thresholds, the rest judge them. Default: needle documents."
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help=f"Context in tokens, repeatable, two or more. Default: {LENGTHS} from {MIN_CONTEXT_TOKENS} to the "
+            "model's longest. The preset refuses engines with longer contexts."
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Needle task, repeatable: {', '.join(ALL_TASKS)}. Default: {' and '.join(DEFAULT_TASKS)}."),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(min=1, help="Minimum number of needle questions to fit to. As many others judge."),
+    ] = SAMPLES,
+    skip_ratio: Annotated[float, typer.Option(help="Share of the KV groups to skip.")] = 0.6,
+    score: Annotated[
+        Literal["mean", "max", "min"], typer.Option(help="How to combine the cosines of a group's heads.")
+    ] = "mean",
+    dense_layers: Annotated[int, typer.Option(min=0, help="First layers, which are never routed.")] = 2,
     seed: Seed = 0,
     device: Device = None,
-    output: Output = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Preset to write. Default: sinkrouter-MODEL.yaml.", metavar="PATH")
+    ] = None,
     json_path: Report = None,
 ) -> None:
     """Fit SinkRouter's thresholds for one model, and report whether to use them.
@@ -98,7 +93,7 @@ def calibrate(
     - the share of KV groups skipped, by length and task
     - how many skipped groups attend to the first token
     - the norm of token 0's value, which a skipped group replaces by zero
-    - the answers beside those of dense attention, at several skip ratios
+    - the answers beside those of dense attention
 
     Writes a preset for this model only. Use it with `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
     """
@@ -134,7 +129,7 @@ def calibrate(
         report.add({**asdict(outcome), "routing": outcome.routing.model_dump()})
         _print(outcome, documents, console)
         write_output(preset, _preset(outcome), "output")
-        console.print(f"Wrote {preset}.", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Wrote {preset}.")
 
 
 def _origin(folder: Path, data: str) -> dict[str, str | None]:
@@ -150,11 +145,15 @@ def _print(outcome: Outcome, documents: Documents, console: Console) -> None:
     told = f"Fitted to {fitted} samples of {lengths} lengths"
     if are_few(fitted, lengths):
         told += f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it"
-    console.print(f"{told}.", highlight=False, soft_wrap=True)
-    console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
+    say(console, f"{told}.")
+    say(
+        console,
+        f"Skipped groups that are sink groups: {_number(outcome.detection.precision)}. Sink groups that are skipped: "
+        f"{_number(outcome.detection.recall)}. AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.",
+    )
     recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "
     console.print(recommended, end="")
-    console.print(f"{outcome.verdict.reason}.", highlight=False)
+    say(console, f"{outcome.verdict.reason}.")
 
 
 def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
@@ -182,21 +181,14 @@ def _preset(outcome: Outcome) -> str:
 
 
 def _tables(outcome: Outcome) -> Iterator[Table]:
-    table = Table("context", "task", title="Documents that judge the thresholds")
-    for heading in ("threshold found", "skipped", "sink groups"):
+    table = Table("context", "task", title="Documents that judge the thresholds, and the share of them that is right")
+    headings = "threshold", "skipped", "sink groups", "answers, dense", "routed", "tokens, dense", "routed"
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in outcome.rows:
         table.add_row(
             str(row["context_tokens"]), row["task"], f"{outcome.thresholds[row['context_tokens']]:.4f}",
             f"{row['skipped']:.1%}", f"{row['sink_groups']:.1%}",
-        )  # fmt: skip
-    yield table
-    table = Table("context", "task", title="Share of their answers that is right")
-    for heading in ("dense", "routed", "tokens, dense", "tokens, routed"):
-        table.add_column(heading, justify="right")
-    for row in outcome.rows:
-        table.add_row(
-            str(row["context_tokens"]), row["task"],
             *(f"{row[key]}/{row['answers']}" for key in ("dense_answers_right", "routed_answers_right")),
             *(f"{row[key] / row['tokens']:.1%}" for key in ("dense_tokens_right", "routed_tokens_right")),
         )  # fmt: skip
@@ -208,15 +200,6 @@ def _tables(outcome: Outcome) -> Iterator[Table]:
         table.add_row(
             str(row["layer"]), f"{row['skipped']:.1%}", f"{row['mass']:.4f}", f"{row['sink_groups']:.1%}",
             f"{row['first_value']:.3f}", f"{row['first_value_largest']:.3f}",
-        )  # fmt: skip
-    yield table
-    table = Table(title="By fitted skip ratio: precision and recall in finding sink groups")
-    for heading in ("asked for", "skipped", "precision", "recall", "tokens right", "answers right"):
-        table.add_column(heading, justify="right")
-    for row in outcome.sweep:
-        table.add_row(
-            f"{row['skip_ratio']:.0%}", f"{row['skipped']:.1%}", _number(row["precision"]), _number(row["recall"]),
-            f"{row['tokens_right'] / row['tokens']:.1%}", f"{row['answers_right']}/{row['answers']}",
         )  # fmt: skip
     yield table
 

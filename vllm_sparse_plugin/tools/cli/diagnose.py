@@ -18,6 +18,7 @@ from vllm_sparse_plugin.tools.arguments import (
     AttentionBackends,
     Device,
     ModelFolder,
+    Report,
     Seed,
     expect_selection_alone,
     find_device,
@@ -35,8 +36,8 @@ from vllm_sparse_plugin.tools.needles import TASKS, build_questions, check_quest
 from vllm_sparse_plugin.tools.provenance import open_report
 
 DEFAULT_BUDGETS = (1024, 512, 256, 128, 64)
-_WORST = 3
-"""Layers that the summary names."""
+_QUERIES = 16
+"""Newest tokens that are measured of a prompt without a completion."""
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
 
 
@@ -55,44 +56,30 @@ class _Compared(NamedTuple):
     """The selection at each budget."""
 
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with `prompt` and an optional `completion`, whose tokens are measured. Default: needle "
-        "questions with their answers."
-    ),
-]
-Budgets = Annotated[
-    list[int] | None,
-    typer.Option(help=f"Tokens read per KV head, repeatable. Default: {', '.join(map(str, DEFAULT_BUDGETS))}."),
-]
-Layers = Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable. Default: all layers.")]
-Queries = Annotated[
-    int, typer.Option(min=1, help="For prompts without a completion: number of newest tokens to measure.")
-]
-Context = Annotated[int, typer.Option(help="Tokens of a needle question's context.")]
-Tasks = Annotated[list[str] | None, typer.Option(help=f"Needle task, repeatable. Default: {', '.join(TASKS)}.")]
-Questions = Annotated[int, typer.Option(help="Needle questions for each task.")]
-By = Annotated[Literal["budget", "layer", "head"], typer.Option(help="One row of the table per budget, layer or head.")]
-Report = Annotated[
-    Path | None,
-    typer.Option("--json", help="JSON lines to write: the run, then each layer and head.", metavar="PATH"),
-]
-
-
 def diagnose(
     model: ModelFolder = None,
-    prompts: Prompts = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt` and an optional `completion`, whose tokens are measured. Default: needle "
+            "questions with their answers."
+        ),
+    ] = None,
     attention_backend: AttentionBackends = None,
     additional_config: AdditionalConfig = "{}",
-    budget_tokens: Budgets = None,
-    layer: Layers = None,
-    queries: Queries = 16,
-    context: Context = 8192,
-    task: Tasks = None,
-    questions: Questions = 2,
+    budget_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help=f"Tokens read per KV head, repeatable. Default: {', '.join(map(str, DEFAULT_BUDGETS))}."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a needle question's context.")] = 8192,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Needle task, repeatable. Default: {', '.join(TASKS)}.")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Needle questions for each task.")] = 2,
     seed: Seed = 0,
-    by: By = "budget",
+    by: Annotated[
+        Literal["budget", "layer", "head"], typer.Option(help="One row of the table per budget, layer or head.")
+    ] = "budget",
     device: Device = None,
     json_path: Report = None,
 ) -> None:
@@ -109,11 +96,9 @@ def diagnose(
     """
     folder = find_model(model)
     budgets = budget_tokens or list(DEFAULT_BUDGETS)
-    limit, layers = model_limits(folder)
+    limit, _ = model_limits(folder)
     trained = read_trained_section(folder)
     compared = [_compared(name, additional_config, budgets, trained) for name in attention_backend or ["unique"]]
-    if layer and max(layer) >= layers:
-        raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
     entries = None if prompts is None else read_prompts(prompts)
     tasks = task or list(TASKS)
     if entries is None:
@@ -129,7 +114,7 @@ def diagnose(
         if entries is None:
             with show_progress(console, "Writing the questions"):
                 entries = _needle_prompts(tokenizer, tasks, context, questions, seed)
-        encoded = [_encode(tokenizer, entry, queries, limit) for entry in entries]
+        encoded = [_encode(tokenizer, entry, limit) for entry in entries]
         rows: list[dict[str, Any]] = []
         num_tokens = sum(len(prompt.tokens) for prompt in encoded)
         with captured_model(folder, torch_device, num_tokens, console) as (captured, progress):
@@ -137,18 +122,16 @@ def diagnose(
                 found = captured.run(prompt.tokens, prompt.queries)
                 progress(len(prompt.tokens) / 2)
                 for index, inputs in enumerate(found):
-                    if inputs is not None and (not layer or index in layer):
+                    if inputs is not None:
                         for row in _rows(prompt, index, inputs, compared):
                             rows.append(row)
                             report.add(row)
                     progress(len(prompt.tokens) / 2 / len(found))
         if not rows:
-            raise ConfigurationError("layer: got no layer that selects pages, allowed: a layer of full attention")
+            raise ConfigurationError(f"model: got layers that select pages: {len(rows)}, allowed: one or more")
         console.print(_table(rows, by))
         if by != "budget":
             console.print(_table(rows, "budget"))
-            for sentence in _worst(rows):
-                console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
@@ -177,11 +160,13 @@ def _compared(backend: str, additional_config: str, budgets: list[int], trained:
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
 
 
-def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> _Prompt:
+def _encode(tokenizer: Any, given: dict[str, str], limit: int) -> _Prompt:
     tokens = tokenizer.encode(given["prompt"])
     if not tokens:
         raise ConfigurationError(f"prompts: got no token in {given['name']}, allowed: one or more")
-    completion = tokenizer.encode(given["completion"], add_special_tokens=False) if given["completion"] else []
+    completion, queries = [], _QUERIES
+    if given["completion"]:
+        completion = tokenizer.encode(given["completion"], add_special_tokens=False)
     if completion:
         # The last token of the completion predicts nothing that is measured.
         tokens, queries = [*tokens, *completion[:-1]], len(completion)
@@ -228,14 +213,3 @@ def _table(rows: list[dict[str, Any]], by: str) -> Table:
         means = (sum(row[column] for row in found) / len(found) for column in _COLUMNS)
         table.add_row(*map(str, group), *(f"{mean:.4f}" for mean in means))
     return table
-
-
-def _worst(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a sentence on the layers with the least mass, for each backend and budget."""
-    masses: dict[tuple[str, int], dict[int, list[float]]] = {}
-    for row in rows:
-        masses.setdefault((row["backend"], row["budget_tokens"]), {}).setdefault(row["layer"], []).append(row["mass"])
-    for (backend, budget), by_layer in masses.items():
-        worst = sorted((sum(found) / len(found), layer) for layer, found in by_layer.items())[:_WORST]
-        layers = ", ".join(f"{layer} ({mass:.4f})" for mass, layer in worst)
-        yield f"{backend}, {budget} tokens: least mass in layers {layers}."

@@ -18,9 +18,6 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
 from vllm_sparse_plugin.tools.diagnostics.texts import LENGTHS, SAMPLES, Text, are_few, count_continuations
 
-SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
-"""Further skip ratios at which precision, recall and answers are reported."""
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -187,18 +184,9 @@ def judge(
     )
 
 
-@dataclass
-class _Right:
-    """Predicted tokens, and answers whose tokens are all right."""
-
-    tokens: list[bool] = field(default_factory=list)
-    answers: list[bool] = field(default_factory=list)
-
-    def add(self, rest: list[int], asked: int, predictions: list[int]) -> None:
-        """Compare predictions with the newest `asked` decoded tokens."""
-        right = [a == b for a, b in zip(rest[-asked:], predictions[-asked - 1 : -1], strict=True)]
-        self.tokens += right
-        self.answers.append(all(right))
+def is_right(rest: list[int], asked: int, predictions: list[int]) -> list[bool]:
+    """Return whether each of the newest `asked` decoded tokens was predicted."""
+    return [a == b for a, b in zip(rest[-asked:], predictions[-asked - 1 : -1], strict=True)]
 
 
 @dataclass
@@ -211,27 +199,24 @@ class _Judged:
     """Indices of layers that may be routed."""
     observed: list[Observed] = field(default_factory=list)
     first_values: list[torch.Tensor] = field(default_factory=list)
-    """`[layers, num_kv_heads]` per text."""
-    dense: _Right = field(default_factory=_Right)
-    routed: dict[float, _Right] = field(default_factory=dict)
-    """Answers with routing, by skip ratio."""
-    skipped: dict[float, list[torch.Tensor]] = field(default_factory=dict)
-    """Skipped groups by skip ratio: bool, in the shape of a text's scores."""
+    """`[layers, num_kv_heads]` per continuation."""
+    skipped: list[torch.Tensor] = field(default_factory=list)
+    """Skipped groups: bool, in the shape of a continuation's scores."""
+    right: dict[str, list[list[bool]]] = field(default_factory=lambda: {"dense": [], "routed": []})
+    """For each answer, whether its tokens are right."""
 
-    def row(self, skip_ratio: float) -> dict[str, Any]:
-        """Return the report row of these texts at one skip ratio."""
-        observed, skipped = Observed.join(self.observed), torch.cat(self.skipped[skip_ratio], dim=1)
+    def row(self) -> dict[str, Any]:
+        """Return the report row of these texts."""
+        observed, skipped = Observed.join(self.observed), torch.cat(self.skipped, dim=1)
         return {
             "context_tokens": self.length,
             "task": self.task,
             "skipped": float(skipped.float().mean()),
             "sink_groups": float((observed.mass >= SINK_MASS).float().mean()),
-            "tokens": len(self.dense.tokens),
-            "dense_tokens_right": sum(self.dense.tokens),
-            "routed_tokens_right": sum(self.routed[skip_ratio].tokens),
-            "answers": len(self.dense.answers),
-            "dense_answers_right": sum(self.dense.answers),
-            "routed_answers_right": sum(self.routed[skip_ratio].answers),
+            "tokens": sum(map(len, self.right["dense"])),
+            "answers": len(self.right["dense"]),
+            **{f"{name}_tokens_right": sum(map(sum, answers)) for name, answers in self.right.items()},
+            **{f"{name}_answers_right": sum(map(all, answers)) for name, answers in self.right.items()},
         }
 
 
@@ -250,57 +235,37 @@ class Outcome:
     zero, so it should be far below 1."""
     detection: Detection
     """Accuracy of the fitted thresholds in finding sink groups."""
-    sweep: list[dict[str, Any]]
-    """By skip ratio: the groups that thresholds fitted to it skip, and the share of right answers."""
     auprc: float
     sink_groups: float
     """Share of groups that are sink groups."""
     verdict: Verdict
 
 
-class _Calibration:
-    """A model, its routed layers and the score of its groups."""
+def routed_layers(decoded: Decoded, dense_layers: int) -> dict[int, LayerInputs]:
+    """Return the layers that may be routed, by index.
 
-    def __init__(self, model: CapturingModel, score: GroupScore, dense_layers: int) -> None:
-        self.model, self.score, self.dense_layers = model, score, dense_layers
+    Raises:
+        ConfigurationError: there is none.
+    """
+    routed = {i: layer for i, layer in enumerate(decoded.layers) if layer is not None and i >= dense_layers}
+    if not routed:
+        raise ConfigurationError("model: got no layer of full attention to route, allowed: models with one")
+    return routed
 
-    def routed_layers(self, decoded: Decoded) -> dict[int, LayerInputs]:
-        """Return the layers that may be routed, by index.
 
-        Raises:
-            ConfigurationError: there is none.
-        """
-        routed = {i: layer for i, layer in enumerate(decoded.layers) if layer is not None and i >= self.dense_layers}
-        if not routed:
-            raise ConfigurationError("model: got no layer of full attention to route, allowed: models with one")
-        return routed
-
-    def scores(self, texts: Sequence[Text], progress: Callable[[float], None]) -> dict[int, torch.Tensor]:
-        """Return the scores of all groups of the texts, by length."""
-        scores: dict[int, list[torch.Tensor]] = {}
-        for text in texts:
-            cache = self.model.prefill(text.document)
-            for continuation in text.rest:
-                layers = self.routed_layers(self.model.decode(cache, continuation))
-                scores.setdefault(text.length, []).append(Observed.of(list(layers.values()), self.score).scores)
-            progress(text.length)
-        return {length: torch.cat(scores[length], dim=1) for length in sorted(scores)}
-
-    def judge(self, judged: _Judged, text: Text, routings: Mapping[float, Routing]) -> None:
-        """Add the results of one text: decoded densely, and routed at each skip ratio."""
-        cache = self.model.prefill(text.document)
-        for continuation, asked in zip(text.rest, text.asked, strict=True):
-            decoded = self.model.decode(cache, continuation)
-            layers = self.routed_layers(decoded)
-            judged.layers = list(layers)
-            judged.observed.append(Observed.of(list(layers.values()), self.score))
-            judged.first_values.append(torch.stack([first_value(inputs) for inputs in layers.values()]).cpu())
-            judged.dense.add(continuation, asked, decoded.predictions)
-            for ratio, routing in routings.items():
-                skipped = torch.stack([skipped_by(routing, *layer).cpu() for layer in layers.items()])
-                judged.skipped.setdefault(ratio, []).append(skipped)
-                routed = self.model.decode(cache, continuation, partial(skipped_by, routing))
-                judged.routed.setdefault(ratio, _Right()).add(continuation, asked, routed.predictions)
+def _judge_text(judged: _Judged, model: CapturingModel, text: Text, routing: Routing) -> None:
+    """Add the results of one text: decoded densely, and routed."""
+    cache = model.prefill(text.document)
+    for continuation, asked in zip(text.rest, text.asked, strict=True):
+        dense = model.decode(cache, continuation)
+        routed = model.decode(cache, continuation, partial(skipped_by, routing))
+        layers = routed_layers(dense, routing.dense_layers)
+        judged.layers = list(layers)
+        judged.observed.append(Observed.of(list(layers.values()), routing.score))
+        judged.first_values.append(torch.stack([first_value(inputs) for inputs in layers.values()]).cpu())
+        judged.skipped.append(torch.stack([skipped_by(routing, *layer).cpu() for layer in layers.items()]))
+        for name, decoded in (("dense", dense), ("routed", routed)):
+            judged.right[name].append(is_right(continuation, asked, decoded.predictions))
 
 
 def first_value(inputs: LayerInputs) -> torch.Tensor:
@@ -335,23 +300,26 @@ def calibrate(
     Raises:
         ConfigurationError: no layer is left to route.
     """
-    calibration = _Calibration(model, score, dense_layers)
-    scores = calibration.scores(fitting, progress)
-    routings, thresholds = {}, {}
-    for ratio in sorted({*SWEEP, skip_ratio}):
-        thresholds[ratio] = {length: threshold_for(of_length, ratio) for length, of_length in scores.items()}
-        lengths = list(scores)
-        routings[ratio] = Routing(
-            score=score, cubic=fit(lengths, list(thresholds[ratio].values())), shortest=lengths[0],
-            longest=lengths[-1], dense_layers=dense_layers, **about,
-        )  # fmt: skip
+    found: dict[int, list[torch.Tensor]] = {}
+    for text in fitting:
+        cache = model.prefill(text.document)
+        for continuation in text.rest:
+            layers = routed_layers(model.decode(cache, continuation), dense_layers)
+            found.setdefault(text.length, []).append(Observed.of(list(layers.values()), score).scores)
+        progress(text.length)
+    lengths = sorted(found)
+    thresholds = {length: threshold_for(torch.cat(found[length], dim=1), skip_ratio) for length in lengths}
+    routing = Routing(
+        score=score, cubic=fit(lengths, list(thresholds.values())), shortest=lengths[0], longest=lengths[-1],
+        dense_layers=dense_layers, **about,
+    )  # fmt: skip
     judged = []
     for (length, task), texts in groupby(judging, lambda text: (text.length, text.task)):
         judged.append(_Judged(length, task))
         for text in texts:
-            calibration.judge(judged[-1], text, routings)
+            _judge_text(judged[-1], model, text, routing)
             progress(length)
-    return _outcome(judged, routings, skip_ratio, thresholds[skip_ratio], count_continuations(fitting))
+    return _outcome(judged, routing, skip_ratio, thresholds, count_continuations(fitting))
 
 
 def _accuracy(rows: Sequence[Mapping[str, Any]]) -> Accuracy:
@@ -361,30 +329,26 @@ def _accuracy(rows: Sequence[Mapping[str, Any]]) -> Accuracy:
 
 
 def _outcome(
-    judged: Sequence[_Judged],
-    routings: Mapping[float, Routing],
-    skip_ratio: float,
-    thresholds: dict[int, float],
-    fitted: int,
+    judged: Sequence[_Judged], routing: Routing, skip_ratio: float, thresholds: dict[int, float], fitted: int
 ) -> Outcome:
     """Summarise the judged texts.
 
     Args:
         judged: the texts by length and task.
-        routings: by skip ratio.
-        skip_ratio: the requested one.
-        thresholds: for the requested skip ratio, by length.
+        routing: that was judged.
+        skip_ratio: share of skipped groups that was asked for.
+        thresholds: that were found, by length.
         fitted: number of continuations that they are fitted to.
     """
-    rows = [part.row(skip_ratio) for part in judged]
-    observed = Observed.join([text for part in judged for text in part.observed])
-    skipped = {ratio: torch.cat([text for part in judged for text in part.skipped[ratio]], dim=1) for ratio in routings}
+    rows = [part.row() for part in judged]
+    observed = Observed.join([each for part in judged for each in part.observed])
+    skipped = torch.cat([each for part in judged for each in part.skipped], dim=1)
     first_values = torch.stack([norms for part in judged for norms in part.first_values])
     sinks = (observed.mass >= SINK_MASS).float()
     layers = [
         {
             "layer": layer,
-            "skipped": float(skipped[skip_ratio][row].float().mean()),
+            "skipped": float(skipped[row].float().mean()),
             "mass": float(observed.mass[row].mean()),
             "sink_groups": float(sinks[row].mean()),
             "first_value": float(first_values[:, row].mean()),
@@ -392,33 +356,20 @@ def _outcome(
         }
         for row, layer in enumerate(judged[0].layers)
     ]
-    detections = {ratio: detect(observed, skipped[ratio]) for ratio in routings}
-    tokens = sum(row["tokens"] for row in rows)
-    sweep = [
-        {
-            "skip_ratio": ratio,
-            **detections[ratio]._asdict(),
-            "tokens": tokens,
-            "tokens_right": sum(sum(part.routed[ratio].tokens) for part in judged),
-            "answers": sum(row["answers"] for row in rows),
-            "answers_right": sum(sum(part.routed[ratio].answers) for part in judged),
-        }
-        for ratio in routings
-    ]
+    detection = detect(observed, skipped)
     kinds = {"context_tokens": "in contexts of {} tokens", "task": "for {}"}
     parts = {
         words.format(value): _accuracy([row for row in rows if row[key] == value])
         for key, words in kinds.items() for value in dict.fromkeys(row[key] for row in rows)
     }  # fmt: skip
     prevalence = float(sinks.mean())
-    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, _accuracy(rows), parts, fitted, len(thresholds))
+    verdict = judge(prevalence, detection, skip_ratio, _accuracy(rows), parts, fitted, len(thresholds))
     return Outcome(
-        routing=routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
+        routing=routing.model_copy(update={"recommended": verdict.route}),
         thresholds=thresholds,
         rows=rows,
         layers=layers,
-        detection=detections[skip_ratio],
-        sweep=sweep,
+        detection=detection,
         auprc=average_precision(observed),
         sink_groups=prevalence,
         verdict=verdict,

@@ -20,7 +20,6 @@ from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.diagnostics.quality import Quality, Reading, measure
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.models import attends_in_chunks, explain_load, keeps_keys_alone, load_causal_lm, name_of
 
@@ -236,8 +235,6 @@ class PagedLayer:
         layout = selection.statistics_layout(head_size, dtype.itemsize)
         block_size = math.lcm(selection.page_size, layout.unit_tokens if layout else 1)
         keys = in_blocks(layer.keys, block_size, selection.page_size)
-        self.paged_keys = keys
-        self.paged_values = in_blocks(layer.values, block_size, selection.page_size)
         blocks, heads = keys.view.shape[:2]
         device = layer.keys.device
         self.block_table = torch.arange(blocks, device=device).expand(len(layer.query), -1)
@@ -267,13 +264,88 @@ class PagedLayer:
     def read(self) -> torch.Tensor:
         """Return the pages that each query reads, with the incomplete page: `[num_queries, num_kv_heads, num_pages]`
         bool."""
-        page_size = self.selection.page_size
-        num_pages = -(-self.layer.keys.shape[1] // page_size)
-        return Reading.of(self._pages(self.selection), self.layer.context_lens, page_size, num_pages).read
+        layer, page_size = self.layer, self.selection.page_size
+        num_pages = -(-layer.keys.shape[1] // page_size)
+        chosen, incomplete = chosen_pages(self._pages(self.selection), layer.context_lens, page_size, num_pages)
+        return chosen | incomplete
 
     def _pages(self, selection: Selection) -> torch.Tensor:
         num_pages = self.layer.context_lens // selection.page_size
         return selection.select(self.layer.query, self.statistics, self.block_table, num_pages)
+
+
+class Quality(NamedTuple):
+    """Comparison of a selection with dense attention, per query token and KV head; means over the group."""
+
+    mass: torch.Tensor
+    """`[num_queries, num_kv_heads]` float32: share of the attention weight that is on the tokens read."""
+    oracle_mass: torch.Tensor
+    """The same for the oracle, which reads as many complete pages: those of the largest true weight."""
+    recall: torch.Tensor
+    """Share of the oracle's pages that are read."""
+    cosine: torch.Tensor
+    """Cosine of the outputs of sparse and dense attention."""
+
+
+def chosen_pages(
+    pages: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the complete pages that query tokens read, `[num_queries, num_kv_heads, num_pages]` bool, and the
+    incomplete page that each also reads, `[num_queries, 1, num_pages]` bool.
+
+    Arguments are those of `measure`, and at least the number of pages of the longest context.
+    """
+    page, complete = torch.arange(num_pages, device=pages.device), (context_lens // page_size)[:, None, None]
+    # Entries of -1 go to an extra place behind all pages.
+    chosen = torch.zeros(*pages.shape[:2], num_pages + 1, dtype=torch.bool, device=pages.device)
+    chosen = chosen.scatter(2, torch.where(pages < 0, num_pages, pages).long(), True)[..., :num_pages]
+    return chosen & (page < complete), page == complete
+
+
+def measure(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context_lens: torch.Tensor,
+    pages: torch.Tensor,
+    page_size: int,
+    scale: float,
+) -> Quality:
+    """Compares attention over selected pages with dense attention.
+
+    In addition to the selected pages every query reads its incomplete last page. All arithmetic is in float32.
+
+    Args:
+        query: `[num_queries, num_kv_heads, group_size, head_size]`, any float dtype.
+        keys: `[num_kv_heads, num_tokens, head_size]`, a text from its first token on.
+        values: like `keys`; finite.
+        context_lens: `[num_queries]` integer, tokens that each query attends to, itself included; at least 1.
+        pages: `[num_queries, num_kv_heads, k]` integer, complete pages that are read, -1 for none.
+        page_size: tokens per page.
+        scale: of the products of queries and keys.
+    """
+    tokens = keys.shape[1]
+    logits = torch.einsum("qhgd,hnd->qhgn", query.float(), keys.float()) * scale
+    beyond = torch.arange(tokens, device=keys.device) >= context_lens[:, None, None, None]
+    logits = logits.masked_fill(beyond, -torch.inf)
+    chosen, incomplete = chosen_pages(pages, context_lens, page_size, -(-tokens // page_size))
+    weights = logits.softmax(dim=-1)
+    mass = torch.nn.functional.pad(weights, (0, -tokens % page_size)).unflatten(-1, (-1, page_size)).sum(-1).mean(2)
+    # The oracle takes as many complete pages as were chosen; ties go to the lowest page.
+    page = torch.arange(mass.shape[-1], device=keys.device)
+    complete = page < (context_lens // page_size)[:, None, None]
+    best = mass.masked_fill(~complete, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    oracle = torch.zeros_like(chosen).scatter(2, best, page < chosen.sum(dim=-1, keepdim=True))
+    read = chosen | incomplete
+    by_token = read.repeat_interleave(page_size, dim=-1)[..., :tokens]
+    sparse = logits.masked_fill(~by_token[:, :, None], -torch.inf).softmax(dim=-1)
+    sparse_output, dense_output = (torch.einsum("qhgt,htd->qhgd", part, values.float()) for part in (sparse, weights))
+    return Quality(
+        (mass * read).sum(dim=-1),
+        (mass * (oracle | incomplete)).sum(dim=-1),
+        (oracle & chosen).sum(dim=-1) / oracle.sum(dim=-1).clamp(min=1),
+        torch.nn.functional.cosine_similarity(sparse_output, dense_output, dim=-1).mean(dim=2),
+    )
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
