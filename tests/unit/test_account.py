@@ -30,11 +30,6 @@ def selecting(policy: type[Selection], budget: int | None = None, statistics: st
     return model("dense", {"selection": section, "min_context_tokens": 0})
 
 
-def test_vllms_own_attention_reads_and_keeps_everything():
-    assert model(None).shares(8000) == (1, 1, 1, 1)
-    assert model("dense").shares(8000) == (1, 1, 1, 1)
-
-
 @pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
 def test_a_context_within_the_budget_is_read_whole(policy):
     budget, page = policy().budget_tokens, policy().page_size
@@ -82,13 +77,6 @@ def test_what_eviction_keeps_is_what_steps_read(preset):
         sum(n - 109 * 64 for n in range(first, last + 1)) / sum(range(first, last + 1))
     )
     assert model(preset).shares(1000) == (1, 1, 1, 1)
-
-
-def test_layers_of_pyramidkv_keep_unlike_numbers_of_blocks():
-    retentions = resolve(None, "pyramidkv").compaction.retention().of_layers(LAYERS)
-    kept = [retention.kept_blocks(8000, BLOCK) for retention in retentions]
-    assert len(set(kept)) > 1
-    assert model("pyramidkv").shares(8000).kept == pytest.approx(sum(64 * n + 1 for n in kept) / LAYERS / 8001)
 
 
 def test_a_selection_over_what_eviction_keeps_counts_the_whole_context():
@@ -234,22 +222,6 @@ def test_layers_that_keep_all_of_a_request_count_where_others_do_not(published):
     assert published["vllm_sparse_kv_read_share"] == (kept, positions)
 
 
-def test_a_server_counts_positions_where_kernels_count_keys(published):
-    """Attention that stops read half of the 1,024 keys that are kept of 4,096 positions."""
-    config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}}, "art")
-    reads = live.ContextReads(keys_of_layer(config, config.compaction.retention(), BLOCK), by_length=False)
-    counts = live.DeviceCounts([(0, range(1))], live.READS, 4, torch.device("cpu"))
-    counts.positions_per_key = reads.positions_per_key
-    for _ in range(2 * live.COUNTED_STEPS):
-        reads.step(step([1024]), 1, None, None, np.array([3072]))
-        counts.of_layers[0][0] += torch.tensor([1, 2, 512, 1024])
-        counts.step()
-    read, positions = published["vllm_sparse_kv_read_share"]
-    assert read / positions == 512 / 4096
-    kept, of_them = published["vllm_sparse_kept_share"]
-    assert kept / of_them == 1024 / 4096
-
-
 def test_keys_of_kernels_count_the_positions_of_their_own_steps(published):
     """Steps that read half of what an eviction keeps come before steps of prompts, then of requests kept whole."""
     config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}}, "art")
@@ -265,9 +237,3 @@ def test_keys_of_kernels_count_the_positions_of_their_own_steps(published):
             counts.step()
     steps = live.COUNTED_STEPS
     assert published["vllm_sparse_kv_read_share"] == (2 * steps * 512, steps * (4096 + 1024))
-
-
-def test_every_backend_has_an_account():
-    for preset in BACKENDS.values():
-        shares = model(preset).shares(32000, 100)
-        assert all(0 < share <= 1.5 for share in shares)
