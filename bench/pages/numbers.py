@@ -173,7 +173,7 @@ def _size(rows: Rows, _: Rows, column: str) -> Found:
 
 def _weighted(rows: Rows, _: Rows, column: str) -> Found:
     """The mean over the queries of all rows."""
-    return sum(row["queries"] * row[column] for row in rows) / sum(row["queries"] for row in rows)
+    return float(sum(row["queries"] * row[column] for row in rows) / sum(row["queries"] for row in rows))
 
 
 def _time(kind: str) -> Callable[[Rows, Rows, str], Found]:

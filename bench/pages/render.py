@@ -142,13 +142,14 @@ def _name(name: str | Spec, row: Row) -> str | None:
     """Names the line of a row; None if the row has no line, as a dense row that others are compared with."""
     if not isinstance(name, str):
         value = next((row[column] for column in name["column"].split() if column in row), None)
-        return name["names"].get(value)
+        named: str | None = name["names"].get(value)
+        return named
 
     def part(column: str, form: str) -> str | None:
         value = _COMPUTED[column](row) if column in _COMPUTED else column_of(row, column)
         if value is None:
             return None
-        return size_text(value) if form == "K" else format(value, form)
+        return size_text(int(value)) if form == "K" else format(value, form)
 
     return _fill(name, part)
 
