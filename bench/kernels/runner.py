@@ -158,7 +158,8 @@ def print_results(run: Run) -> None:
         form = "{cold[median_us]:.1f} / {warm[median_us]:.1f}"
         print_beside(rows, ["op", "case_name"], "provider", "cold.median_us", form)
     floor = [run.about["launch_floor"][kind]["median_us"] for kind in ("cold", "warm")]
-    print(f"Microseconds, cold / warm. {run.machine}: nothing takes {floor[0]:.1f} / {floor[1]:.1f}.")
+    print("Microseconds, cold / warm, and how many times as long the first provider takes cold.")
+    print(f"{run.machine}: a graph that does nothing takes {floor[0]:.1f} / {floor[1]:.1f}.")
     reasons = Counter(
         f"{row['status']}, {row['provider']}: {row['reason']}" for row in run.rows if row["status"] != MEASURED
     )
