@@ -173,17 +173,14 @@ def test_the_section_is_found_in_a_folder_and_in_a_configuration(tmp_path):
 
 def test_what_commands_say_of_a_trained_model_is_what_its_engine_does(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps(
-            {"sparse_attention": SECTION, "max_position_embeddings": 8192, "num_hidden_layers": 2, "head_dim": 64}
-        )
+        json.dumps({"sparse_attention": SECTION, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128})
     )
     served = resolve(None, "unique", SECTION)
     keys = ModelKeys(served, 2, 64, 64)
     assert keys.shares(4096) != ModelKeys(resolve(None, "unique"), 2, 64, 64).shares(4096)
     # `eval` in process, `needles` and `diagnose`.
     assert resolve_arguments({"attention_backend": "UNIQUE"}, SECTION) == served
-    plan = needle_test._Plan([4096], ["kv"], 1, 0)
-    shares = needle_test._check(tmp_path, plan, ["unique"], 0.9, None)
+    shares = needle_test._keys_of(tmp_path, ["unique"], "{}")
     assert shares["unique"].shares(4096) == keys.shares(4096)
     (selection,) = diagnose._compared("unique", "{}", [128], SECTION).budgets
     assert (selection.page_size, selection.statistics, selection.budget_tokens) == (16, "int8", 128)

@@ -66,7 +66,7 @@ def tokenizer_digest(folder: Path) -> str:
     """Return 16 hexadecimal digits that identify the files of a model's tokenizer and its end tokens."""
     digest = hashlib.sha256()
     for file in sorted(each for each in folder.glob("*") if _TOKENIZER.match(each.name)):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        digest.update(f"{file.name}\n".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
