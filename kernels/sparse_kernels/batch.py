@@ -94,7 +94,8 @@ class DecodeBatch:
     graph may not be replayed with longer ones."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, complete pages that a selection reads of each request: at least those that are always
-    read, at most the selection's `k`; or `[num_tokens, num_kv_heads]`, of each row; None for `k` of all."""
+    read, at most the selection's `k`; None for `k` of all. Within a step in pieces on CUDA, `[num_tokens,
+    num_kv_heads]`, of each row."""
     pages: torch.Tensor | None = None
     """`[num_tokens, num_kv_heads, selection.k]` int32, contiguous: the complete pages that each row attends, in this
     order, besides the incomplete page. Nothing is scored or selected then. -1 stands for no page, and so does every
@@ -136,6 +137,13 @@ class DecodeBatch:
             contexts = (contexts[:, None] - from_end).flatten()
         return contexts
 
+    def is_dense(self) -> torch.Tensor:
+        """Returns which query tokens are attended whole whatever a selection says: `[num_tokens]` bool."""
+        dense = self.context_lens() <= self.dense_tokens
+        if self.dense_requests is not None:
+            dense = dense | self.dense_requests.repeat_interleave(self.tokens_per_request)
+        return dense
+
     def num_pages(self, page_size: int) -> torch.Tensor:
         """Returns the complete pages of each query token's context: `[num_tokens]` int32."""
         return (self.context_lens() // page_size).clamp(min=0)
@@ -144,10 +152,8 @@ class DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
-        budgets = self.budgets
+        budgets = None if self.budgets is None else self.budgets[first:last]
         pages = None if self.pages is None else self.pages[tokens]
-        if budgets is not None:
-            budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
         whole = self.whole and replace(self.whole, first_request=self.whole.first_request + first)
         return DecodeBatch(
             query=self.query[tokens],
@@ -163,8 +169,8 @@ class DecodeBatch:
         )
 
     def token_budgets(self) -> torch.Tensor | None:
-        """Returns the budget of each query token, `[num_tokens]` int32, or of each row; None where there are none."""
-        if self.budgets is None or self.budgets.dim() == 2 or self.tokens_per_request == 1:
+        """Returns the budget of each query token, `[num_tokens]` int32; None where there are none."""
+        if self.budgets is None or self.tokens_per_request == 1:
             return self.budgets
         return self.budgets.repeat_interleave(self.tokens_per_request)
 
@@ -189,11 +195,9 @@ class DecodeBatch:
                     f"dense_requests: got {len(self.dense_requests)} requests, allowed: {self.num_requests}"
                 )
         if self.budgets is not None:
-            by_row = self.budgets.dim() == 2
-            _check_tensor("budgets", self.budgets, (torch.int32,), 2 if by_row else 1)
-            wanted = (self.num_tokens, num_kv_heads) if by_row else (self.num_requests,)
-            if tuple(self.budgets.shape) != wanted or not self.budgets.is_contiguous():
-                raise ValueError(f"budgets: got {list(self.budgets.shape)}, allowed: {list(wanted)}, contiguous")
+            _check_tensor("budgets", self.budgets, (torch.int32,), 1)
+            if len(self.budgets) != self.num_requests or not self.budgets.is_contiguous():
+                raise ValueError(f"budgets: got {len(self.budgets)}, allowed: {self.num_requests}, contiguous")
 
 
 class Copies(NamedTuple):
@@ -344,7 +348,7 @@ class QueryTokens:
     def __len__(self) -> int:
         return self.query.shape[0]
 
-    def __getitem__(self, tokens: slice) -> QueryTokens:
+    def __getitem__(self, tokens: slice | torch.Tensor) -> QueryTokens:
         return QueryTokens(self.query[tokens], self.block_table[tokens], self.context_lens[tokens])
 
     def num_pages(self, page_size: int) -> torch.Tensor:
@@ -395,6 +399,11 @@ class PageSelection:
     refined: float = 1.0
     """Share of a long row's pages that leveled statistics score whole, see `page_score.score_pages`."""
 
+    @property
+    def least(self) -> int:
+        """The smallest `k`: the pages that are always read, or one."""
+        return max(self.sink_pages + self.recent_pages, 1)
+
     def check(self) -> None:
         """Raises ValueError unless the pages that are always read fit, and the share is one."""
         if not 0 < self.refined <= 1:
@@ -402,9 +411,8 @@ class PageSelection:
         for name in ("sink_pages", "recent_pages"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
-        least = max(self.sink_pages + self.recent_pages, 1)
-        if self.k < least:
-            raise ValueError(f"k: got {self.k}, allowed: at least {least}")
+        if self.k < self.least:
+            raise ValueError(f"k: got {self.k}, allowed: at least {self.least}")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def attended_pages(pages: torch.Tensor, num_pages: torch.Tensor, counts: int | t
 
 
 def chosen_pages(
-    pages: torch.Tensor, num_pages: torch.Tensor, k: int, counts: torch.Tensor | None = None
+    pages: torch.Tensor, num_pages: torch.Tensor, k: int, counts: int | torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns the list of a selection in the form of `DecodeOutput.pages`.
 
@@ -39,7 +39,7 @@ def chosen_pages(
             for none.
         num_pages: `[num_tokens]` integer, complete pages of each context.
         k: length of a list.
-        counts: pages that a row reads, which broadcast to `[num_tokens, num_kv_heads]`; None for `k`.
+        counts: pages that a row reads; a tensor broadcasts to `[num_tokens, num_kv_heads]`; None for `k`.
 
     Returns:
         `[num_tokens, num_kv_heads, k]` int32, -1 behind the last page. A row with at most `counts` complete pages is

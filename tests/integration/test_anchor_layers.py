@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sparse_kernels.split_attention import cpu as decode_cpu
 from support.layer import SMALL, LayerHarness
 from support.paged import dense_attention
 
@@ -31,17 +32,17 @@ def follow(harness, requests) -> torch.Tensor:
     return impl.forward(harness.layer, query, *new, harness.cache, harness.metadata, output)
 
 
-def test_a_layer_reads_the_pages_of_its_anchor(step):
+def test_a_layer_reads_the_pages_of_its_anchor(step, monkeypatch):
     harness, requests, output = step
-    impl = harness.layer.impl
-    impl._choose = lambda *_: pytest.fail("chose pages")
+    monkeypatch.setattr(decode_cpu, "score_pages", lambda *_: pytest.fail("chose pages"))
     assert torch.equal(follow(harness, requests), output)
 
 
 def test_other_pages_give_another_output(step):
     harness, requests, output = step
     decode, name = harness.metadata.decode, harness.layer.layer_name
-    decode.chosen[name] = torch.zeros_like(decode.chosen[name][..., :1])
+    decode.chosen[name] = torch.full_like(decode.chosen[name], -1)
+    decode.chosen[name][..., 0] = 0
     behind = follow(harness, requests)
     for place, request in ((0, requests[0]), (2, requests[2])):
         context = len(request.keys)

@@ -138,7 +138,7 @@ class BeyondSelection(Selection):
 
     policy: Literal["beyond"] = "beyond"
 
-    def select(self, query, statistics, block_table, num_pages, budgets=None):
+    def select(self, query, statistics, block_table, num_pages):
         offsets = torch.arange(self.budget_pages, device=query.device) - self.budget_pages // 2
         return (num_pages[:, None] + offsets)[:, None].expand(-1, query.shape[1], -1)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sparse_kernels.split_attention import cpu as decode_cpu
 from support.layer import SMALL, LayerHarness
 from support.paged import dense_attention
 
@@ -44,21 +45,21 @@ def attended(harness, request, pages, since):
     return dense_attention(heads, request.keys, request.values, harness.layer.impl.scale, visible)
 
 
-def test_steps_read_the_pages_of_the_first_and_those_completed_since(drafting):
+def test_steps_read_the_pages_of_the_first_and_those_completed_since(drafting, monkeypatch):
     harness, requests, step = drafting
     step(0)
     chosen = harness.metadata.decode.chosen[harness.layer.layer_name]
     since = [len(request.keys) // 8 * 8 for request in requests]
-    choose, harness.layer.impl._choose = harness.layer.impl._choose, lambda *_: pytest.fail("chose pages")
     for index in range(1, 6):
         # Drafts of later requests may be shorter.
         count = 3 if index < 4 else 2
-        outputs = step(index, requests[:count])
+        with monkeypatch.context() as reading:
+            reading.setattr(decode_cpu, "score_pages", lambda *_: pytest.fail("chose pages"))
+            outputs = step(index, requests[:count])
         for output, request, pages, begin in zip(outputs, requests, chosen, since, strict=False):
             expected = attended(harness, request, pages, begin)
             torch.testing.assert_close(output[0].double(), expected, atol=2e-2, rtol=0)
             assert not torch.allclose(output[0].double(), attended(harness, request, pages, 10**6), atol=2e-2)
-    harness.layer.impl._choose = choose
     step(6, requests[:2])
     assert harness.metadata.decode.chosen[harness.layer.layer_name].shape[0] == 2
 

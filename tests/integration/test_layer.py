@@ -4,11 +4,11 @@ import pytest
 import torch
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.sparse_attention import attend_pages
+from sparse_kernels.split_attention import cpu as decode_cpu
 from support.layer import SMALL, LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.cpu import layer as layer_module
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
@@ -123,12 +123,13 @@ def test_the_warm_up_reads_no_block_beyond_its_table(model, monkeypatch, page_si
         seen.append((int(tokens.context_lens.max()), tokens.block_table))
         return attend_pages(tokens, *arguments)
 
-    monkeypatch.setattr(layer_module, "attend_pages", attend)
+    monkeypatch.setattr(decode_cpu, "attend_pages", attend)
     settings = {"selection": {"page_size": page_size, "budget_tokens": 4 * page_size}, "min_context_tokens": 0}
     LayerHarness(model, settings=settings, block_size=block_size)
     ((context, table),) = seen
     assert page_size < context <= block_size * table.shape[1]
-    assert table.unique().tolist() == list(range(table.shape[1]))
+    # The cache of a warm-up has two blocks.
+    assert int(table.max()) < 2
 
 
 def test_chunked_prefill_gives_the_bits_of_one_shot_prefill(model):
@@ -304,7 +305,7 @@ def recent_query(request: Request, heads: int) -> torch.Tensor:
 def test_a_stopped_step_is_exact_over_what_it_read(model, backend, sinks, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        layer_module, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments)
+        decode_cpu, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments)
     )
     settings = COMPOSED[backend] | {"stopping": STOPPING, "min_context_tokens": 0}
     extras = {} if sinks is None else {"sinks": sinks}

@@ -17,7 +17,6 @@ from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import (
     DensePolicy,
     EveryPage,
-    StreamingLLMSelection,
     UniqueSelection,
 )
 
@@ -404,14 +403,3 @@ def test_blocks_of_a_rule_are_the_same_by_either_way_in(backend):
     named = resolve({"stopping": {"block_tokens": "auto"}}, backend)
     assert named.config == by_section.config
     assert resolve({"stopping": {"block_tokens": 128}}, backend).stop_rule.block_tokens == 128
-
-
-def test_traversal_is_sinks_then_newest_first():
-    selection = StreamingLLMSelection(budget_tokens=40, sink_pages=2)
-    lengths = torch.tensor([20, 4, 1])
-    query = torch.zeros(3, 1, 1, 8)
-    table = torch.zeros(3, 1).long()
-    found = selection.reading_order(query, None, table, lengths)[:, 0].tolist()
-    assert found == [[0, 1, 19, 18, 17], [0, 1, 3, 2, -1], [0, -1, -1, -1, -1]]
-    every = EveryPage(sink_pages=1).reading_order(query, None, table, lengths.clamp(max=5))[:, 0].tolist()
-    assert every == [[0, 4, 3, 2, 1], [0, 3, 2, 1, -1], [0, -1, -1, -1, -1]]

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from sparse_kernels.batch import Softmax
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import (
     CompactionRule,
@@ -21,6 +21,8 @@ from sparse_kernels.compaction import (
 )
 from sparse_kernels.hot_pages import HotPool
 from sparse_kernels.page_statistics import StatisticsLayout
+from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.split_attention import split_attention
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -28,6 +30,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.attention.choose import choose_pages
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction.evictions import StepEvictions
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
@@ -176,6 +179,10 @@ class SparseImpl:
     """With offloading, `[num_blocks, num_kv_heads, rows, 2 * head_size]`, the statistics of blocks, on the device."""
     _rows_of: int = 0
     """With statistics beside, the address of the layer's cache."""
+    splits: int = 1
+    """The most pieces of a context in attention over all pages."""
+    scratch: torch.Tensor | None = None
+    """See `Stopping.scratch`; None unless every page may be read."""
     _ring: tuple[QueryRing, int] | None = None
     """Where the layer keeps its queries, and its index there; None if they need not be kept."""
 
@@ -191,6 +198,10 @@ class SparseImpl:
         """Has each step write its queries to layer `index` of a ring."""
         self._ring = ring, index
 
+    def keep_copies(self, copies: HotPool, index: int) -> None:
+        """Has the layer read the copies of pages of layer `index` of a pool."""
+        self.hot = copies, index
+
     def bind(self, plan: LayerPlan) -> None:
         """Sets the plan that the metadata builder has made for the layer."""
         self.plan = plan
@@ -199,7 +210,7 @@ class SparseImpl:
     def drop_views(self) -> None:
         """Drops the views of the layer's cache. They hold memory that vLLM frees: the cache of its graphs' profile."""
         self.bound_cache = None
-        for name in ("token_rows", "cache", "statistics_cache", "cache_by_head"):
+        for name in ("token_rows", "cache", "statistics_cache"):
             vars(self).pop(name, None)
 
     def release(self) -> None:
@@ -246,6 +257,36 @@ class SparseImpl:
             kept = kv_cache.new_zeros(blocks, heads, rows, elements)
             self.statistics_beside, self._rows_of = kept, address
         return kept
+
+    def attend_decoding(
+        self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
+    ) -> torch.Tensor | None:
+        """Attends with decoding tokens as the plan says.
+
+        Returns:
+            The chosen pages if `wants_pages`, for other layers or later steps, see `DecodeOutput.pages`.
+        """
+        plan = self.plan
+        selection = plan.selection_of(batch)
+        if plan.selects_in_torch and batch.pages is None:
+            assert plan.selector is not None
+            batch = replace(batch, pages=choose_pages(plan.selector, batch, cache, plan.stop_rule is not None))
+        elif wants_pages:
+            assert selection is not None
+            room = batch.num_tokens, cache.num_kv_heads, selection.k
+            output = replace(output, pages=batch.query.new_empty(room, dtype=torch.int32))
+        if batch.pages is not None:
+            selection = PageSelection(batch.pages.shape[2])
+        if selection is None:
+            split_attention(
+                batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
+                splits=self.splits, output=output,
+            )  # fmt: skip
+        else:
+            sparse_decode(
+                batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
+            )
+        return (batch.pages if output.pages is None else output.pages) if wants_pages else None
 
     def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
         """Keeps the queries of observation windows. For a rule that counts every query, adds up the votes.

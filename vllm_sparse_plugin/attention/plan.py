@@ -37,7 +37,7 @@ from vllm_sparse_plugin.metrics.live import (
 )
 from vllm_sparse_plugin.policies import EveryPage, Selection, reads_selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
-from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, takes_budgets
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LayerPlan:
     is_anchor: bool = False
     """Whether other layers read this layer's pages."""
     most_pages: int | None = None
-    """The most pages that a row may read on a GPU; None if all rows have the selector's budget."""
+    """The most pages that a row may read on a GPU; None on a CPU, where a batch says it."""
     stop_rule: StopRule | None = None
     """The rule that ends attention early; None for never."""
     routing: GroupRouting | None = None
@@ -112,15 +112,13 @@ class LayerPlan:
         """The selection of the settings for the decode kernel; None if every page may be read."""
         return self.selector.page_selection() if reads_selection(self.selector) else None
 
-    @cached_property
-    def roomy_selection(self) -> PageSelection | None:
-        """The same selection with room for the most pages that a row may read."""
-        selection = self.page_selection
-        return selection if selection is None or self.most_pages is None else replace(selection, k=self.most_pages)
-
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
         """Returns the selection of a batch, with room for the largest budget if the batch has budgets."""
-        return self.page_selection if batch.budgets is None else self.roomy_selection
+        selection = self.page_selection
+        if selection is None or batch.budgets is None:
+            return selection
+        # On a GPU the host reads no budgets, and later batches replay the launches.
+        return replace(selection, k=int(batch.budgets.max()) if self.most_pages is None else self.most_pages)
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns the stopping of attention over all pages; None if pages are selected or nothing stops it."""
@@ -209,7 +207,7 @@ def plan_layers(
             anchor=anchors.get(name),
             anchor_heads=heads.get(name),
             is_anchor=name in anchors.values(),
-            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and takes_budgets(sparse) else None,
+            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and device.type == "cuda" else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),

@@ -121,7 +121,7 @@ def _allocate_copies(
         return
     copies = HotPool.empty(len(names), spec.num_kv_heads, sets, page_size, spec.head_size, stored_dtype(spec), device)
     for index, name in enumerate(names):
-        layers[name].impl.hot = copies, index
+        layers[name].impl.keep_copies(copies, index)
     logger.info(
         "%s.offload: copies of pages take %.2f GiB of device memory, as many as %.1f requests read in a step",
         KEY, copies.rows.nbytes / 2**30, sets * WAYS / pages,

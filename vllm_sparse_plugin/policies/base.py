@@ -97,7 +97,6 @@ class Selection(Policy):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
-        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Chooses the pages each token reads.
 
@@ -106,12 +105,10 @@ class Selection(Policy):
             statistics: views into the cache, for policies with a `statistics_layout`.
             block_table: `[num_tokens, max_blocks]` int64, physical block ids.
             num_pages: `[num_tokens]` int64, complete pages of each token's context.
-            budgets: `[num_tokens]` int64, pages that each token reads if requests have budgets; None for the policy's
-                budget. Always None on a GPU and for policies without a kernel.
 
         Returns:
             `[num_tokens, num_kv_heads, k]` integer, logical page indices in any order. -1 stands for none, and
-            so does a number that is not a complete page. Without `budgets` k is the same in every step.
+            so does a number that is not a complete page. k is the same in every step.
         """
         raise NotImplementedError
 

@@ -19,19 +19,6 @@ class DensePolicy(Policy):
     """Name of the selection policy."""
 
 
-def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Returns all pages of contexts in the format of `Selection.select`.
-
-    Args:
-        num_pages: `[num_tokens]` integer, complete pages of each context.
-        num_kv_heads: number of KV heads.
-    """
-    import torch
-
-    page = torch.arange(int(num_pages.max()) if len(num_pages) else 0, device=num_pages.device)
-    return torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, num_kv_heads, -1)
-
-
 class EveryPage(Selection):
     """Dense attention with this plugin's kernels, for attention that may stop: every page, whatever the budget."""
 
@@ -51,6 +38,8 @@ class EveryPage(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
-        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return every_page(num_pages, query.shape[1])
+        import torch
+
+        page = torch.arange(int(num_pages.max()) if len(num_pages) else 0, device=num_pages.device)
+        return torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, query.shape[1], -1)

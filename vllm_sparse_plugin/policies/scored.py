@@ -105,46 +105,10 @@ class ScoredSelection(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
-        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._select(query, statistics, block_table, num_pages, budgets)[0]
-
-    def reading_order(
-        self,
-        query: torch.Tensor,
-        statistics: PageStatistics | None,
-        block_table: torch.Tensor,
-        num_pages: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the selection of `select` in reading order: pages that are always read, then best score first.
-
-        Where `select` is another class's own choice, the order is that of its base class.
-        """
-        if not self.has_kernel:
-            return super().reading_order(query, statistics, block_table, num_pages)
-        from sparse_kernels.page_topk import best_first
-
-        pages, scores = self._select(query, statistics, block_table, num_pages)
-        return best_first(pages, scores, num_pages, self.sink_pages, self.recent_pages)
-
-    def _select(
-        self,
-        query: torch.Tensor,
-        statistics: PageStatistics | None,
-        block_table: torch.Tensor,
-        num_pages: torch.Tensor,
-        budgets: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the pages, and the scores of all pages."""
         from sparse_kernels.page_score import score_pages
         from sparse_kernels.page_topk import select_pages
 
         assert statistics is not None
         scores = score_pages(query, statistics, block_table, num_pages, self.std_weight, self.refined_share)
-        always = self.sink_pages, self.recent_pages
-        if budgets is None:
-            return select_pages(scores, num_pages, self.budget_pages, *always), scores
-        # A budget may exceed the context; it then needs no more room than the context.
-        k = max([self.reserved_pages, 1, *budgets.minimum(num_pages).tolist()])
-        counts = budgets.clamp(max=k)[:, None].expand(scores.shape[:2])
-        return select_pages(scores, num_pages, k, *always, counts), scores
+        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages)

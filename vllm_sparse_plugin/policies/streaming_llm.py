@@ -32,16 +32,13 @@ class StreamingLLMSelection(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
-        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         import torch
 
-        budget = num_pages.new_full((1, 1), self.budget_pages) if budgets is None else budgets[:, None]
-        widest = self.budget_pages if budgets is None else max([1, *budgets.minimum(num_pages).tolist()])
-        offsets = torch.arange(widest, device=query.device)
-        newest = num_pages[:, None] - budget + offsets
+        offsets = torch.arange(self.budget_pages, device=query.device)
+        newest = num_pages[:, None] - self.budget_pages + offsets
         pages = torch.where(offsets < self.sink_pages, offsets, newest)
         # A context within the budget is read whole, with page i at slot i.
-        pages = torch.where(num_pages[:, None] > budget, pages, offsets)
-        pages = torch.where((pages < num_pages[:, None]) & (offsets < budget), pages, -1)
+        pages = torch.where(num_pages[:, None] > self.budget_pages, pages, offsets)
+        pages = torch.where(pages < num_pages[:, None], pages, -1)
         return pages[:, None, :].expand(-1, query.shape[1], -1)

@@ -57,11 +57,9 @@ def score_pages(
 
         return cuda.score_pages(query, statistics, block_table, num_pages, std_weight, refined)
     kind = statistics.kind
-    compiled = kind.codes or (statistics.vectors.dtype == torch.int8 and kind.is_linear)
+    compiled = kind.name == "quarters" or (statistics.vectors.dtype == torch.int8 and kind.is_linear)
     if query.device.type == "cpu" and compiled:
         from sparse_kernels.page_score import cpu
 
-        if kind.is_leveled:
-            return cpu.score_in_levels(query, statistics, block_table, num_pages, refined)
         return cpu.score_pages(query, statistics, block_table, num_pages, std_weight)
     return reference.score_pages(query, statistics, block_table, num_pages, std_weight, refined)

@@ -1,4 +1,5 @@
-"""Scores pages on CPU, compiled. It reads the statistics where they lie: int8 vectors of linear kinds, or codes."""
+"""Scores pages on CPU, compiled, for the default formats: int8 vectors of linear kinds, and quarters. It reads the
+statistics where they lie."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 
 from sparse_kernels.compiled import FASTMATH, index_array, narrow, parallel_kernel, unpack_codes, widen
-from sparse_kernels.page_score.levels import FLAT_PAGES, LEAST_OF_STRIPE, SHARE_UNITS, STRIPES, in_units
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.threads import use_threads
 
@@ -133,131 +133,6 @@ def _codes_kernel(group_size: int, head_size: int, bits: int, rows: int) -> Any:
                 scores[token, head, page] = 0xFF80
 
     return score_codes
-
-
-@numba.njit(nogil=True, forceinline=True)
-def _ordered(bits):
-    """Returns an integer that is ordered like a bfloat16: NaN like -inf, -0 like 0."""
-    if bits & 0x7FFF > 0x7F80:
-        bits = 0xFF80
-    if bits == 0x8000:
-        bits = 0
-    return bits ^ 0xFFFF if bits & 0x8000 else bits | 0x8000
-
-
-@numba.njit(nogil=True)
-def _largest(keys, count, wanted):
-    """Returns the `wanted`-th largest of the first `count` keys, by bisection. A sort takes a second to compile."""
-    found = np.int32(0)
-    for bit in range(15, -1, -1):
-        tried, reached = found | np.int32(1 << bit), 0
-        for i in range(count):
-            reached += keys[i] >= tried
-        if reached >= wanted:
-            found = tried
-    return found
-
-
-@functools.cache
-def _levels_kernel(group_size: int, head_size: int) -> Any:
-    """Compiles the kernel of leveled quarters for one model's shape, like `_kernel`."""
-    row_bytes = head_size // 2
-    not_finite = np.float32(2.0**100)
-
-    @numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
-    def products(records, start, step, heads, middle, codes, out):
-        unpack_codes(records, start, codes, 4)
-        for g in range(group_size):
-            dot = np.float32(0)
-            for i in range(row_bytes):
-                dot += heads[g, 0, i] * codes[0, i] + heads[g, 1, i] * codes[1, i]
-            out[g] = (dot - middle[g]) * widen(step)
-
-    @parallel_kernel(FASTMATH)
-    def score_levels(
-        queries, dropped, records, strides, steps, step_strides, pages_per_block, block_table, num_pages, share, scores
-    ):
-        num_tokens, num_kv_heads = scores.shape[:2]
-        for row in numba.prange(num_tokens * num_kv_heads):
-            token, head = row // num_kv_heads, row % num_kv_heads
-            heads = np.zeros((group_size, 2, row_bytes), np.float32)
-            middle = np.zeros(group_size, np.float32)
-            for g in range(group_size):
-                for d in range(dropped, head_size):
-                    heads[g, d % 2, d // 2] = queries[token, head, g, d]
-                    middle[g] += np.float32(7.5) * queries[token, head, g, d]
-            codes = np.empty((2, row_bytes), np.float32)
-            of_row = np.empty((4, group_size), np.float32)
-            length = num_pages[token]
-            # The least first score that is refined, by stripe.
-            least = np.zeros(STRIPES, np.int32)
-            if length > FLAT_PAGES:
-                for page in range(length):
-                    block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                    start = np.uint64(block * strides[0] + head * strides[1] + within * strides[2])
-                    at = np.uint64(block * step_strides[0] + head * step_strides[1] + within * step_strides[2])
-                    products(records, start, steps[at], heads, middle, codes, of_row[0])
-                    best = np.float32(-np.inf)
-                    for g in range(group_size):
-                        score = abs(of_row[0, g]) if abs(of_row[0, g]) > not_finite else of_row[0, g]
-                        # A NaN stays once it is there.
-                        best = best if best > score or best != best else score
-                    scores[token, head, page] = narrow(best)
-                keys = np.empty(length, np.int32)
-                for stripe in range(STRIPES):
-                    count = 0
-                    for first in range(stripe * pages_per_block, length, STRIPES * pages_per_block):
-                        for page in range(first, min(first + pages_per_block, length)):
-                            keys[count] = _ordered(scores[token, head, page])
-                            count += 1
-                    wanted = max((count * share + SHARE_UNITS - 1) // SHARE_UNITS, LEAST_OF_STRIPE)
-                    if wanted < count:
-                        least[stripe] = _largest(keys, count, wanted)
-            for page in range(length):
-                stripe = page // pages_per_block % STRIPES
-                if least[stripe] > 0 and _ordered(scores[token, head, page]) < least[stripe]:
-                    scores[token, head, page] = 0xFF80
-                    continue
-                block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                start = block * strides[0] + head * strides[1] + within * strides[2]
-                at = block * step_strides[0] + head * step_strides[1] + within * step_strides[2]
-                for v in range(4):
-                    step = steps[np.uint64(at + v * step_strides[3])]
-                    products(records, np.uint64(start + v * strides[3]), step, heads, middle, codes, of_row[v])
-                best = np.float32(-np.inf)
-                for g in range(group_size):
-                    m, u, v, w = of_row[0, g], of_row[1, g], of_row[2, g], of_row[3, g]
-                    older, newer = u + abs(v), abs(w) - u
-                    score = (abs(m) if abs(m) > not_finite else m) + (older if older > newer else newer)
-                    best = best if best > score or best != best else score
-                scores[token, head, page] = narrow(best)
-            for page in range(length, scores.shape[2]):
-                scores[token, head, page] = 0xFF80
-
-    return score_levels
-
-
-def score_in_levels(
-    query: torch.Tensor,
-    statistics: PageStatistics,
-    block_table: torch.Tensor,
-    num_pages: torch.Tensor,
-    refined: float,
-) -> torch.Tensor:
-    """See `api.score_pages`; of a leveled kind."""
-    num_tokens, num_kv_heads = query.shape[:2]
-    scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
-    records, steps, _ = statistics.memory
-    codes = statistics.kind.codes
-    assert statistics.scales is not None
-    assert codes is not None
-    use_threads(scores.numel() * query.shape[-1])
-    _levels_kernel(*query.shape[2:])(
-        query.float().numpy(), codes.dropped, records, statistics.vectors.stride(), steps, statistics.scales.stride(),
-        statistics.pages_per_block, index_array(block_table), index_array(num_pages), in_units(refined),
-        scores.view(torch.uint16).numpy(),
-    )  # fmt: skip
-    return scores
 
 
 def _score_codes(

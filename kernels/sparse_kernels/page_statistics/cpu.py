@@ -1,7 +1,7 @@
 """Computes page statistics on a CPU, compiled. Reads and writes the cache in place.
 
-Supports int8 means and codes of bfloat16 keys. The sums equal those of the reference: they are in float64, and their
-order does not change the rounded result.
+Supports the default formats, int8 means and quarters, of bfloat16 keys. The sums equal those of the reference: they are
+in float64, and their order does not change the rounded result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from sparse_kernels.compiled import compiled_kernel, narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.codes import LARGEST_BF16
 from sparse_kernels.page_statistics.kinds.parts import Parts
-from sparse_kernels.page_statistics.kinds.rotation import signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.threads import use_threads
@@ -105,30 +104,14 @@ def update_page_statistics(
     )
 
 
-@compiled_kernel()
-def _rotate(x, signs):
-    """Rotates a float64 vector in place, as `kinds.rotation.rotate` does."""
-    size = x.size & -x.size
-    x *= signs
-    half = 1
-    while half < size:
-        for first in range(0, x.size, 2 * half):
-            for i in range(first, first + half):
-                low, high = x[i], x[i + half]
-                x[i], x[i + half] = low + high, low - high
-        half *= 2
-    x /= np.sqrt(np.float64(size))
-
-
 @parallel_kernel()
-def _update_parts(
+def _update_quarters(
     keys,
     length,
     step,
     page_size,
     head_size,
     num_kv_heads,
-    signs,
     vectors,
     bits,
     spacing,
@@ -153,8 +136,6 @@ def _update_parts(
                 for t in range(j * part, (j + 1) * part):
                     total += by_dim[d, t]
                 parts[j, d] = total / part
-            if signs.size:
-                _rotate(parts[j], signs)
         for shared in range(vectors // per_byte):
             first = shared * per_byte
             power = 0.0
@@ -182,22 +163,21 @@ def _update_parts(
             steps[at] = step_bits
 
 
-def update_parts(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
     """See `api.update_page_statistics`."""
     addresses = keys.head_major
     stored, steps, _ = statistics.memory
     assert isinstance(statistics.kind, Parts)
     assert statistics.scales is not None
-    codes, rotated = statistics.kind.codes, statistics.kind.is_rotated
+    codes = statistics.kind.codes
     use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
-    _update_parts(
+    _update_quarters(
         addresses.location,
         addresses.length,
         addresses.step,
         keys.page_size,
         keys.head_size,
         keys.num_kv_heads,
-        (signs(keys.head_size) if rotated else torch.empty(0, dtype=torch.float64)).numpy(),
         codes.vectors,
         codes.bits,
         codes.spacing,
@@ -211,78 +191,8 @@ def update_parts(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Te
     )
 
 
-@parallel_kernel()
-def _update_levels(
-    keys, length, step, page_size, head_size, num_kv_heads, spacing, dropped, codes, strides, steps, step_strides,
-    blocks, pages,
-):  # fmt: skip
-    for row in numba.prange(blocks.size * num_kv_heads):
-        block, page, head = blocks[row // num_kv_heads], pages[row // num_kv_heads], row % num_kv_heads
-        by_dim = np.empty((head_size, page_size), np.float32)
-        unpack_page(keys, length, step, block, head, page, by_dim, 0, 0, page_size)
-        part = page_size // 4
-        quarters = np.empty(4, np.float64)
-        vectors = np.empty((4, head_size), np.float32)
-        for d in range(head_size):
-            for j in range(4):
-                total = 0.0
-                for t in range(j * part, (j + 1) * part):
-                    total += by_dim[d, t]
-                quarters[j] = total / part
-            a, b, c, last = quarters
-            vectors[0, d] = (a + b + c + last) / 4
-            vectors[1, d] = ((a + b) - (c + last)) / 4
-            vectors[2, d] = (a - b) / 2
-            vectors[3, d] = (c - last) / 2
-        powers = np.zeros(4, np.float64)
-        finite = True
-        for v in range(4):
-            for d in range(dropped, head_size):
-                powers[v] += np.float64(vectors[v, d]) ** 2
-            powers[v] /= head_size - dropped
-            finite &= powers[v] <= LARGEST_BF16
-        start = block * strides[0] + head * strides[1] + page * strides[2]
-        at = block * step_strides[0] + head * step_strides[1] + page * step_strides[2]
-        for v in range(4):
-            step_bits = narrow(np.float32(np.sqrt(powers[v]) * spacing))
-            if not finite:
-                step_bits = _LARGEST_BITS if v == 0 else np.uint16(0)
-            divisor = widen(step_bits) if widen(step_bits) > 0 else np.float32(1)
-            for i in range(dropped // 2, head_size // 2):
-                byte = 0
-                for j in range(2):
-                    code = 15
-                    if finite:
-                        scaled = vectors[v, 2 * i + j] / divisor + np.float32(7.5)
-                        code = int(min(max(np.rint(scaled), 0), 15))
-                    byte |= code << 4 * j
-                place = start + v * strides[3] + i
-                # Together with the byte before it, this byte must not form an infinite or NaN bfloat16.
-                if i % 2 and byte & 0x7F == 0x7F and codes[place - 1] & 0x80:
-                    byte &= 0xFE
-                codes[place] = byte
-            steps[at + v * step_strides[3]] = step_bits
-
-
-def update_levels(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
-    """See `api.update_page_statistics`."""
-    addresses = keys.head_major
-    stored, steps, _ = statistics.memory
-    codes = statistics.kind.codes
-    assert codes is not None
-    assert statistics.scales is not None
-    use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
-    _update_levels(
-        addresses.location, addresses.length, addresses.step, keys.page_size, keys.head_size, keys.num_kv_heads,
-        codes.spacing, codes.dropped, stored, statistics.vectors.stride(), steps, statistics.scales.stride(),
-        blocks.numpy(), pages.numpy(),
-    )  # fmt: skip
-
-
 IMPLEMENTATIONS = {
     "mean_and_spread": update_page_statistics,
-    "quarters": update_parts,
-    "sketch": update_parts,
-    "leveled_quarters": update_levels,
+    "quarters": update_quarters,
 }
 """Implementations by name of the kind. Other kinds use the reference."""

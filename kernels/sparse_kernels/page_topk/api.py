@@ -14,9 +14,8 @@ def select_pages(
     k: int,
     sink_pages: int = 0,
     recent_pages: int = 0,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Selects the `k` best complete pages of each token and KV head, or as many as each is given, exactly.
+    """Selects the `k` best complete pages of each token and KV head, exactly.
 
     The first `sink_pages` and the last `recent_pages` pages are always among them. Equal scores (and -0.0 and 0.0
     are equal) go to the lowest page. NaN and -inf rank below every other score, by page order.
@@ -27,25 +26,20 @@ def select_pages(
         k: pages to select, at least `sink_pages + recent_pages`.
         sink_pages: leading pages that are always selected.
         recent_pages: newest pages that are always selected.
-        counts: `[num_tokens, num_kv_heads]` int64, pages to select of each row, at least `sink_pages + recent_pages`
-            and at most `k`; None for `k` of all. On CUDA there is one number for all.
 
     Returns:
-        `[num_tokens, num_kv_heads, k]`, -1 behind the pages of a row that has or is given fewer than `k`: int64 and
-        ascending; on CUDA int32 and best first, but ascending for `k` above 1,024 and where all of a row's pages are
-        selected.
+        `[num_tokens, num_kv_heads, k]`, -1 behind the pages of a row that has fewer than `k`: int64 and ascending; on
+        CUDA int32 and best first, but ascending for `k` above 1,024 and where all of a row's pages are selected.
 
     Raises:
-        ValueError: if `scores` is not bfloat16, `k` or a row's count is below `sink_pages + recent_pages` or 1, a count
-            is above `k` or on CUDA, or `num_pages` does not fit the scores (its values are known on the CPU alone).
+        ValueError: if `scores` is not bfloat16, `k` is below `sink_pages + recent_pages` or 1, or `num_pages` does not
+            fit the scores (its values are known on the CPU alone).
     """
     if scores.dtype != torch.bfloat16:
         raise ValueError(f"scores: got {scores.dtype}, allowed: torch.bfloat16")
     PageSelection(k, sink_pages, recent_pages).check()
     if num_pages.shape != scores.shape[:1]:
         raise ValueError(f"num_pages: got {list(num_pages.shape)}, allowed: one for each of {len(scores)} tokens")
-    if counts is not None:
-        _check_counts(counts, scores, k, max(sink_pages + recent_pages, 1))
     if scores.is_cuda:
         from sparse_kernels.page_topk import cuda
 
@@ -57,18 +51,7 @@ def select_pages(
         from sparse_kernels.page_topk import cpu
 
         implementation = cpu.select_pages
-    return implementation(scores, num_pages, k, sink_pages, recent_pages, counts)
-
-
-def _check_counts(counts: torch.Tensor, scores: torch.Tensor, k: int, least: int) -> None:
-    if scores.is_cuda:
-        raise ValueError("counts: got a number for each row on CUDA, allowed: none")
-    if counts.shape != scores.shape[:2] or counts.dtype != torch.int64:
-        raise ValueError(
-            f"counts: got {list(counts.shape)} {counts.dtype}, allowed: {list(scores.shape[:2])} torch.int64"
-        )
-    if counts.numel() and not least <= int(counts.min()) <= int(counts.max()) <= k:
-        raise ValueError(f"counts: got {int(counts.min())} to {int(counts.max())}, allowed: {least} to {k}")
+    return implementation(scores, num_pages, k, sink_pages, recent_pages)
 
 
 def best_first(

@@ -31,11 +31,11 @@ def _bucket(counts, wanted):
 
 
 @parallel_kernel()
-def _select(scores, num_pages, counts, sink_pages, recent_pages, pages):
+def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
     num_tokens, num_kv_heads, _ = scores.shape
     for row in numba.prange(num_tokens * num_kv_heads):
         token, head = row // num_kv_heads, row % num_kv_heads
-        length, k = num_pages[token], counts[token, head]
+        length = num_pages[token]
         if length <= k:
             for page in range(length):
                 pages[token, head, page] = page
@@ -70,18 +70,10 @@ def _select(scores, num_pages, counts, sink_pages, recent_pages, pages):
 
 
 def select_pages(
-    scores: torch.Tensor,
-    num_pages: torch.Tensor,
-    k: int,
-    sink_pages: int,
-    recent_pages: int,
-    counts: torch.Tensor | None = None,
+    scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int, recent_pages: int
 ) -> torch.Tensor:
     """See `api.select_pages`."""
     pages = num_pages.new_full((*scores.shape[:2], k), -1)
-    counts = torch.full(scores.shape[:2], k) if counts is None else counts.contiguous()
     use_threads(scores.numel())
-    _select(
-        scores.view(torch.uint16).numpy(), num_pages.numpy(), counts.numpy(), sink_pages, recent_pages, pages.numpy()
-    )
+    _select(scores.view(torch.uint16).numpy(), num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
     return pages

@@ -33,8 +33,7 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32.
 
-    With `budgets`, `[num_tokens]` or `[num_tokens, num_kv_heads]` int32 of at most k, every token, or every row, has a
-    number of its own; k is then at most 1,024.
+    With `budgets`, `[num_tokens]` int32 of at most k, every token has a number of its own; k is then at most 1,024.
     """
     num_tokens, num_kv_heads, width = scores.shape
     scores = score_rows(scores)

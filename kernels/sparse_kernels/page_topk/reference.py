@@ -13,12 +13,7 @@ def order_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def select_pages(
-    scores: torch.Tensor,
-    num_pages: torch.Tensor,
-    k: int,
-    sink_pages: int,
-    recent_pages: int,
-    counts: torch.Tensor | None = None,
+    scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int, recent_pages: int
 ) -> torch.Tensor:
     """See `api.select_pages`."""
     width = scores.shape[-1]
@@ -31,9 +26,7 @@ def select_pages(
     ordered = torch.where(positions < lengths, ordered, -(1 << 16))
     # The position breaks ties towards the lowest page, and makes every key distinct.
     keys = ordered * (1 << 32) + (width - 1 - positions)
-    pages = keys.topk(min(k, width), dim=-1, sorted=counts is not None).indices
-    if counts is not None:
-        pages = torch.where(positions[: pages.shape[-1]] < counts[..., None], pages, width)
+    pages = keys.topk(min(k, width), dim=-1, sorted=False).indices
     pages = torch.where(pages < lengths, pages, width).sort(dim=-1).values
     pages = torch.where(pages < lengths, pages, -1)
     return torch.nn.functional.pad(pages, (0, k - pages.shape[-1]), value=-1)

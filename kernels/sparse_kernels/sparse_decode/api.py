@@ -8,6 +8,7 @@ from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softm
 from sparse_kernels.cache import KVCache
 from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode import reference
+from sparse_kernels.split_attention.api import compiles_for_cpu
 
 
 def sparse_decode(
@@ -74,5 +75,9 @@ def sparse_decode(
         from sparse_kernels.sparse_decode import cuda
 
         implementation = cuda.sparse_decode
+    elif compiles_for_cpu(batch, cache, softmax, routing):
+        from sparse_kernels.sparse_decode import cpu
+
+        implementation = cpu.sparse_decode
     implementation(batch, cache, softmax, selection, routing, rule, output)
     return output.heads

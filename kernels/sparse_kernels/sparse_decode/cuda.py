@@ -216,25 +216,22 @@ def _selected(
 ) -> torch.Tensor:
     """Returns a selection in the form of `DecodeOutput.pages`. Without `pages`, rows read the sink pages and the newest
     pages."""
-    num_pages, contexts, budgets = batch.num_pages(page_size), batch.context_lens(), _budgets(batch, selection.k)
-    unselected = (contexts <= batch.dense_tokens)[:, None]
-    if batch.dense_requests is not None:
-        unselected = unselected | batch.dense_requests.repeat_interleave(batch.tokens_per_request)[:, None]
+    num_pages, budgets, unselected = batch.num_pages(page_size), _budgets(batch, selection.k), batch.is_dense()[:, None]
     if skipped is not None:
         unselected = unselected | skipped.bool()
     if pages is None:
-        slot = torch.arange(selection.k, device=contexts.device)
+        slot = torch.arange(selection.k, device=num_pages.device)
         newest = (num_pages[:, None] - budgets)[..., None] + slot
         pages = torch.where(slot < selection.sink_pages, slot, newest)
     return chosen_pages(pages, num_pages, selection.k, budgets).masked_fill(unselected[..., None], -1)
 
 
 def _budgets(batch: DecodeBatch, k: int) -> torch.Tensor:
-    """Returns the most pages that each row reads: int32 that broadcasts to `[num_tokens, num_kv_heads]`."""
+    """Returns the most pages that each token reads: int32 that broadcasts to `[num_tokens, num_kv_heads]`."""
     budgets = batch.token_budgets()
     if budgets is None:
         return torch.full((1, 1), k, dtype=torch.int32, device=batch.query.device)
-    return (budgets if budgets.dim() == 2 else budgets[:, None]).clamp(max=k)
+    return budgets[:, None].clamp(max=k)
 
 
 def _max_pages(batch: DecodeBatch, cache: KVCache) -> int:

@@ -30,26 +30,23 @@ def sparse_decode(
 
     def order(token: QueryTokens, index: int) -> torch.Tensor | None:
         num_pages = token.num_pages(cache.page_size)
-        counts = torch.full((cache.num_kv_heads,), selection.k, device=num_pages.device)
-        if budgets is not None:
-            counts = counts.minimum(budgets[index].long())
-        if int(num_pages) <= int(counts.min()):
+        k = selection.k if budgets is None else min(selection.k, int(budgets[index]))
+        if int(num_pages) <= k:
             return None
         if batch.pages is not None:
-            return attended_pages(batch.pages[index : index + 1], num_pages, counts[None])
-        pages = select(token, index, num_pages, counts)
+            return attended_pages(batch.pages[index : index + 1], num_pages, k)
+        pages = select(token, num_pages, k)
         if output.pages is not None:
-            output.pages[index] = chosen_pages(pages, num_pages, selection.k, counts[None])[0]
+            output.pages[index] = chosen_pages(pages, num_pages, selection.k, k)[0]
         return pages
 
-    def select(token: QueryTokens, index: int, num_pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        k = int(counts.max())
+    def select(token: QueryTokens, num_pages: torch.Tensor, k: int) -> torch.Tensor:
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
         scores = score_pages(
             token.query, cache.statistics, token.block_table, num_pages, selection.std_weight, selection.refined
         )
-        pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages, counts)
+        pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages)
         if rule is None:
             return pages
         return best_first(pages, scores, num_pages, selection.sink_pages, selection.recent_pages)

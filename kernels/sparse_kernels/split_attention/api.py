@@ -68,5 +68,18 @@ def split_attention(
         from sparse_kernels.split_attention import cuda
 
         implementation = cuda.split_attention
+    elif compiles_for_cpu(batch, cache, softmax, routing):
+        from sparse_kernels.split_attention import cpu
+
+        implementation = cpu.split_attention
     implementation(batch, cache, softmax, routing, stopping, splits, output)
     return output.heads
+
+
+def compiles_for_cpu(batch: DecodeBatch, cache: KVCache, softmax: Softmax, routing: GroupRouting | None) -> bool:
+    """Returns whether the operations of a decode step are compiled for a CPU. Otherwise the reference runs."""
+    dtypes = {batch.query.dtype, cache.keys.view.dtype, cache.values.view.dtype}
+    is_scaled = any(scale is not None for scale in (batch.query_scale, cache.key_scale, cache.value_scale))
+    # Sink logits belong to the heads of a layer, and routed groups become layers of one group.
+    has_sinks = routing is not None and softmax.sink_logits is not None
+    return batch.query.device.type == "cpu" and dtypes == {torch.bfloat16} and not is_scaled and not has_sinks

@@ -17,6 +17,7 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_decode import reference as decode_reference
 from sparse_kernels.split_attention.reference import split_attention
 
+from vllm_sparse_plugin.attention.base import SparseImpl
 from vllm_sparse_plugin.attention.plan import LayerPlan
 
 OUTPUT_TOLERANCE = 2**-7
@@ -193,43 +194,22 @@ def _values(statistics: PageStatistics) -> Iterator[torch.Tensor]:
 @contextmanager
 def watch() -> Iterator[Referee]:
     """Compares the decode steps of every layer of the plugin in this process, within the context."""
-    from vllm.platforms import current_platform
-
     referee = Referee()
-    layers = _watch_cpu(referee) if current_platform.is_cpu() else _watch_cuda(referee)
-    with layers, mock.patch.object(decode_reference, "score_pages", checked_scores):
+    with _watch_layers(referee), mock.patch.object(decode_reference, "score_pages", checked_scores):
         yield referee
 
 
-def _watch_cpu(referee: Referee) -> AbstractContextManager[object]:
-    from vllm_sparse_plugin.attention.cpu import DecodeTokens, SparseCPUImpl
-
-    decode = SparseCPUImpl._decode
-
-    def watched(layer: SparseCPUImpl, name: str, query: torch.Tensor, tokens: DecodeTokens) -> torch.Tensor:
-        output = decode(layer, name, query, tokens)
-        batch = DecodeBatch(
-            query, tokens.block_table.int(), tokens.context_lens.int(), dense_tokens=layer.plan.dense_tokens
-        )
-        referee.judge(layer.plan, batch, layer.cache, layer.softmax, output)
-        return output
-
-    return mock.patch.object(SparseCPUImpl, "_decode", watched)
-
-
-def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
-    from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl
-
-    decode = SparseCUDAImpl._decode
+def _watch_layers(referee: Referee) -> AbstractContextManager[object]:
+    attend = SparseImpl.attend_decoding
 
     def watched(
-        layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
+        layer: SparseImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
     ) -> torch.Tensor | None:
-        pages = decode(layer, batch, cache, output, wants_pages)
+        pages = attend(layer, batch, cache, output, wants_pages)
         referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
         return pages
 
-    return mock.patch.object(SparseCUDAImpl, "_decode", watched)
+    return mock.patch.object(SparseImpl, "attend_decoding", watched)
 
 
 @contextmanager

@@ -74,8 +74,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
         self.window = self.sparse.rolling_window
         for name, layer in layers.items():
-            layer.impl.isa = self.isa
-            layer.impl.bind(group.plans[name])
+            layer.impl.bind(group.plans[name], self.isa)
         impls = [layer.impl for layer in layers.values() if layer.impl.plan.needs_cache_views]
         for impl in {(impl.num_heads, impl.plan.is_sparse): impl for impl in impls}.values():
             impl.warm_up(self.kv_cache_spec)
@@ -136,12 +135,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             tokens = decoding[request_of_token].nonzero().squeeze(1)
             request = request_of_token[tokens]
             from_end = common.query_start_loc[1:][request] - 1 - tokens
-            context_lens = (common.seq_lens[request] - from_end).long()
+            context_lens = (common.seq_lens[request] - from_end).int()
             sparse = self._reads_less(context_lens, None if budgets is None else budgets[request])
             short += torch.bincount(request[~sparse], minlength=len(short))
             tokens, request, context_lens = tokens[sparse], request[sparse], context_lens[sparse]
-            of_tokens = None if budgets is None else budgets[request]
-            block_table = common.block_table_tensor[request].long()
+            of_tokens = None if budgets is None else self._clamped(budgets[request], context_lens)
+            block_table = common.block_table_tensor[request].int()
             metadata.decode = DecodeTokens(tokens, block_table, context_lens, of_tokens)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
@@ -205,6 +204,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         # Padding rows have no request.
         requested += [None] * (common.num_reqs - len(requested))
         return torch.tensor([default if each is None else each for each in requested])
+
+    def _clamped(self, budgets: torch.Tensor, context_lens: torch.Tensor) -> torch.Tensor:
+        """Returns budgets of tokens as int32, at most what the longest context needs."""
+        least = 0 if self.sparse.selector is None else self.sparse.selector.budget_pages
+        return budgets.clamp(max=max(least, int(context_lens.max()) // self.page_size)).int()
 
     def _sparse_requests(
         self, common: CommonAttentionMetadata, query_lens: torch.Tensor, budgets: torch.Tensor | None

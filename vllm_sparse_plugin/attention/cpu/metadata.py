@@ -24,14 +24,14 @@ class DecodeTokens:
     tokens: torch.Tensor
     """`[num_tokens]` int64, positions in the batch."""
     block_table: torch.Tensor
-    """`[num_tokens, max_blocks]` int64."""
+    """`[num_tokens, max_blocks]` int32."""
     context_lens: torch.Tensor
-    """`[num_tokens]` int64, tokens of each context, the query token included."""
+    """`[num_tokens]` int32, tokens of each context, the query token included."""
     budgets: torch.Tensor | None
-    """`[num_tokens]` int64, pages that each token reads; None if all read the budget of the settings."""
+    """`[num_tokens]` int32, pages that each token reads; None if all read the budget of the settings."""
     chosen: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The pages that layers chose in this step: `[num_tokens, num_kv_heads, k]`. An anchor layer runs before the layers
-    that read its pages."""
+    """The pages that layers chose in this step, see `DecodeOutput.pages`. An anchor layer runs before the layers that
+    read its pages."""
     keeps_pages: bool = False
     """Whether every layer that chooses pages notes them in `chosen`, for later steps of a draft."""
     chosen_before: DecodeTokens | None = None
@@ -42,15 +42,14 @@ class DecodeTokens:
         """Returns the pages that `layer` chose in this step or before, with the pages that are complete since.
 
         Returns:
-            `[num_tokens, num_kv_heads, n]` int64, -1 for none.
+            `[num_tokens, num_kv_heads, n]` int32, see `DecodeBatch.pages`.
         """
         before = self.chosen_before
         if before is None:
             return self.chosen[layer]
         rows = slice(len(self.tokens))
         num_pages, known = self.context_lens // page_size, before.context_lens[rows] // page_size
-        pages = with_next_pages(before.chosen[layer][rows], known, int((num_pages - known).max()))
-        return pages.where(pages < num_pages[:, None, None], -1)
+        return with_next_pages(before.chosen[layer][rows], known, int((num_pages - known).max()))
 
 
 class PromptTokens(NamedTuple):

@@ -107,16 +107,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.reads = group.reads
         max_tokens = max_requests * self.reorder_batch_threshold
         scratch = self._stop_scratch(layers, group.plans, max_tokens)
-        for name, layer in layers.items():
-            layer.impl.bind(group.plans[name])
-            layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
-            layer.impl.scratch = scratch
-        staging = None if sparse.offload is None else self._make_staging(layers, kv_cache_spec, vllm_config, device)
-        self.staging = staging
-        for layer in layers.values():
-            layer.impl.staging = staging
+        self.staging = None
         if sparse.offload is not None:
+            self.staging = self._make_staging(layers, kv_cache_spec, vllm_config, device)
             self.offloaded = next(iter(layers.values())).impl
+        for name, layer in layers.items():
+            splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
+            layer.impl.bind(group.plans[name], splits, scratch, self.staging)
         selecting = [layer for name, layer in layers.items() if group.plans[name].reads_selection]
         heads = [
             LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
@@ -244,8 +241,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 )
         if verifies:
             every = slice(0, common.num_actual_tokens)
-            nobody = self.dense_requests.tensor[: common.num_reqs]
-            metadata.verified = DecodeRequests(every, common.block_table_tensor, common.seq_lens, nobody)
+            dense_mask = self.dense_requests.tensor[: common.num_reqs]
+            metadata.verified = DecodeRequests(every, common.block_table_tensor, common.seq_lens, dense_mask)
         elif num_decodes < common.num_reqs:
             if num_decodes:
                 # FlashAttention plans its schedule in one buffer, which may hold that of the whole batch.

@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from sparse_kernels.batch import Copies, DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
+from sparse_kernels.batch import Copies, DecodeBatch, DecodeOutput, PrefillBatch
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.multi_token_decode import multi_token_decode
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.rolling_attention import attend_rolling
-from sparse_kernels.sparse_decode import sparse_decode
-from sparse_kernels.split_attention import split_attention
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
     FlashAttentionMetadata,
@@ -24,7 +22,6 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_sparse_plugin.attention.base import (
     SparseImpl,
 )
-from vllm_sparse_plugin.attention.cuda.choose import choose_pages
 from vllm_sparse_plugin.attention.cuda.flash import attend_listed, varlen_attention
 from vllm_sparse_plugin.attention.cuda.metadata import ChosenPages, DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
@@ -39,10 +36,6 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
 
     supports_dcp: bool = False
     can_return_lse_for_decode: bool = False
-    splits: int
-    """The most pieces of a context in routed dense attention."""
-    scratch: torch.Tensor | None
-    """See `Stopping.scratch`; None unless every page may be read."""
     staging: Staging | None = None
     """With offloading, where prompts attend to their blocks."""
     is_planned: bool = False
@@ -50,9 +43,18 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     reserved: torch.Tensor | None = None
     """What `reserve_scratch` returned, until the layer is planned."""
 
-    def bind(self, plan: LayerPlan) -> None:
-        """Also frees the memory of `reserve_scratch`: the builder allocates what lasts."""
+    def bind(
+        self,
+        plan: LayerPlan,
+        splits: int | None = None,
+        scratch: torch.Tensor | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        """Also sets what the builder has allocated, None for no change, and frees the memory of `reserve_scratch`."""
         super().bind(plan)
+        self.splits = splits or self.splits
+        self.scratch = self.scratch if scratch is None else scratch
+        self.staging = self.staging if staging is None else staging
         self.is_planned, self.reserved = True, None
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
@@ -174,7 +176,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 chosen = given.of_heads(self.plan.anchor_heads)
                 batch = replace(batch, pages=chosen.pages, budgets=chosen.budgets)
             heads = DecodeOutput(output[decode.tokens], counters=self.plan.counters)
-            pages = self._decode(batch, cache, heads, given is None and (self.plan.is_anchor or kept is not None))
+            wants_pages = given is None and (self.plan.is_anchor or kept is not None)
+            pages = self.attend_decoding(batch, cache, heads, wants_pages)
             if pages is not None and self.plan.is_anchor:
                 metadata.chosen[layer.layer_name, part] = ChosenPages(pages, batch.budgets)
             if pages is not None and kept is not None:
@@ -225,33 +228,3 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 copies = Copies(chunk.keys, chunk.values, blocks.metadata.block_table)
                 batch = replace(batch, copies=copies)
             attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
-
-    def _decode(
-        self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput, wants_pages: bool
-    ) -> torch.Tensor | None:
-        """Attends with decoding tokens as the plan says.
-
-        Returns:
-            The chosen pages if `wants_pages`, for other layers or later steps.
-        """
-        plan = self.plan
-        selection = plan.selection_of(batch)
-        if plan.selects_in_torch and batch.pages is None:
-            assert plan.selector is not None
-            batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
-        elif wants_pages:
-            assert selection is not None
-            room = batch.num_tokens, cache.num_kv_heads, selection.k
-            output = replace(output, pages=batch.query.new_empty(room, dtype=torch.int32))
-        if batch.pages is not None:
-            selection = PageSelection(batch.pages.shape[2])
-        if selection is None:
-            split_attention(
-                batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
-                splits=self.splits, output=output,
-            )  # fmt: skip
-        else:
-            sparse_decode(
-                batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
-            )
-        return (batch.pages if output.pages is None else output.pages) if wants_pages else None

@@ -9,13 +9,14 @@ from sparse_kernels.cache import KVCache
 from vllm_sparse_plugin.policies import Selection
 
 
-def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache) -> torch.Tensor:
+def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache, may_stop: bool) -> torch.Tensor:
     """Returns the pages that a policy's `select` chooses.
 
     Args:
         selector: the policy.
         batch: the decoding tokens.
         cache: the layer's cache, with statistics if the policy uses them.
+        may_stop: whether attention may stop, so that the pages are in reading order.
 
     Returns:
         `[num_tokens, num_kv_heads, k]` int32, -1 for none, as in `DecodeBatch.pages`.
@@ -27,4 +28,5 @@ def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache) -> tor
     num_pages = context_lens.flatten().clamp(min=0) // selector.page_size
     block_table = batch.block_table.long().repeat_interleave(per_request, dim=0)
     grouped = query.unflatten(1, (cache.num_kv_heads, -1))
-    return selector.select(grouped, cache.statistics, block_table, num_pages).int().contiguous()
+    choose = selector.reading_order if may_stop else selector.select
+    return choose(grouped, cache.statistics, block_table, num_pages).int().contiguous()
