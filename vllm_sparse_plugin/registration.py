@@ -29,7 +29,7 @@ def register() -> None:
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
     compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen, check_layers_if_chosen)
-    compat.hook_requests(check_request, cache_salt_of)
+    compat.hook_requests(check_request, enter)
     compat.hook_lookahead()
     compat.hook_speculators(make_speculator)
 
@@ -57,14 +57,16 @@ def check_request(
         check.check_request(vllm_config, arguments, beam_search, streams_input, ignored)
 
 
-def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the salt for the hashes of a request's blocks. It imports nothing for requests with neither arguments for
-    plugins nor a salt."""
+def enter(
+    vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None
+) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Returns a request's arguments and the salt for the hashes of its blocks, as the engine reads them. It imports
+    nothing for requests with neither arguments for plugins nor a salt."""
     if not (arguments or salt) or compat.chosen_backend(vllm_config, BACKENDS) is None:
-        return salt
+        return arguments, salt
     from vllm_sparse_plugin.requests import check
 
-    return check.cache_salt_of(vllm_config, arguments, salt)
+    return check.enter(vllm_config, arguments, salt)
 
 
 class UntestedVLLMError(RuntimeError):
@@ -108,7 +110,7 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
         from vllm_sparse_plugin.admission import admit
 
         admit(vllm_config, BACKENDS)
-        compat.hook_requests(check_request, cache_salt_of, load=True)
+        compat.hook_requests(check_request, enter, load=True)
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from support.arguments import entered
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
@@ -49,7 +50,7 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
 def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepBudgets:
     """The budgets of a server with requests that have these arguments."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
-    return StepBudgets(config, asking(*arguments), 16, torch.device("cpu"))
+    return StepBudgets(config, asking(*arguments, config=config), 16, torch.device("cpu"))
 
 
 def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
@@ -145,10 +146,14 @@ def run(layer, builder, common, drafts=False, then=None):
 KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"other": 1})
 
 
-def asking(*arguments: dict | None) -> BatchRows:
-    """The rows of vLLM's first model runner, with these arguments of requests."""
+def asking(*arguments: dict | None, config: ResolvedConfig | None = None) -> BatchRows:
+    """The rows of vLLM's first model runner, with these arguments of requests to a server with these settings."""
+    config = config or resolve(BUDGET, "unique")
     names = [f"request {index}" for index in range(len(arguments))]
-    states = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra)) for extra in arguments]
+    states = [
+        SimpleNamespace(sampling_params=SimpleNamespace(extra_args=entered(extra, config, on_gpu=True)))
+        for extra in arguments
+    ]
     batch = SimpleNamespace(num_reqs=len(names), req_ids=[*names, None])
     rows = BatchRows(runner := Runner(requests=dict(zip(names, states, strict=True)), input_batch=batch))
     rows.runner = runner

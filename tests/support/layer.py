@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from support.arguments import entered
 from support.bare_layer import BareLayer, LayerBatch
 from support.paged import dense_attention, garbage
 from support.presets import serving
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_sparse_plugin.config import preset_names
+from vllm_sparse_plugin.config import ResolvedConfig, preset_names, resolve
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.requests.rows import building
@@ -52,11 +53,13 @@ class Request:
     name: str = field(default_factory=map("request-{}".format, itertools.count()).__next__)
     arguments: dict[str, object] | None = None
     """Its arguments for the plugin."""
+    config: ResolvedConfig | None = None
+    """The settings of its server."""
 
     @property
     def sampling_params(self) -> SimpleNamespace:
         """The sampling parameters in the form of a model runner."""
-        return SimpleNamespace(extra_args=self.arguments)
+        return SimpleNamespace(extra_args=entered(self.arguments, self.config))
 
 
 class LayerHarness:
@@ -89,6 +92,7 @@ class LayerHarness:
             head_size,
             block_size,
         )
+        self.config = resolve(settings, backend)
         # It acts as its model runner, which knows the requests of a step.
         self.requests: dict[str, Request] = {}
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
@@ -179,7 +183,9 @@ class LayerHarness:
             req_ids=[request.name for request, _ in batch],
             num_prompt_tokens=np.array([request.prompt_tokens for request, _ in batch]),
         )
-        self.requests |= {request.name: request for request, _ in batch}
+        for request, _ in batch:
+            request.config = self.config
+            self.requests[request.name] = request
         step = LayerBatch(
             torch.tensor(starts, dtype=torch.int32),
             torch.tensor(lens, dtype=torch.int32),

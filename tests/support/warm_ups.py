@@ -34,7 +34,6 @@ from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, plan_rounds, round_bounds
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, LONGEST, PROMPTS = 4, 2, 64, 6000, 7
@@ -188,8 +187,7 @@ def of_compaction(settings: dict, share: int, eight_bits: bool) -> tuple[list[La
     assert section is not None
     retention = section.retention().of_layers(32)[share]
     rows = BatchRows(runner)
-    protected = ProtectedRanges(rows, config, 32)
-    step = StepCompaction(retention, section.rule(), {"layer": layer}, block, PROMPTS, rows, protected, CPU)
+    step = StepCompaction(retention, section.rule(), {"layer": layer}, block, PROMPTS, rows, CPU)
     spec = make_spec(rows_of_block, eight_bits)
     recorded()
     start_up.warm_up_compaction(layer, spec, MODEL, step, CPU)

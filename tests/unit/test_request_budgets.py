@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.logs import said
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -21,8 +20,7 @@ from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets
-from vllm_sparse_plugin.requests.limits import RequestedPages
-from vllm_sparse_plugin.requests.protected import ProtectedRanges, protected_ranges
+from vllm_sparse_plugin.requests.protected import protected_ranges, ranges_of
 from vllm_sparse_plugin.requests.rows import BatchRows, building, note
 
 vllm_sparse_plugin.register()
@@ -216,18 +214,26 @@ def test_protection_stands_beside_a_budget_and_separates_no_blocks():
     assert hashed_with(engine, {"sparse_protect": "0:9"}, "mine") == "mine"
 
 
-def test_ranges_of_a_request_that_skipped_the_check_are_left_out(monkeypatch):
-    runner = type("Runner", (), {})()
-    runner.input_batch = SimpleNamespace()
-    runner.requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"sparse_protect": ranges}))
-        for name, ranges in {"good": "3:9", "bad": "9:3"}.items()
-    }
-    ranges = ProtectedRanges(BatchRows(runner), resolve(None, "snapkv"), 32)
-    assert ranges.of("good") == (range(3, 9),)
-    lines = said(monkeypatch, "vllm.vllm_sparse_plugin.requests.protected", "warning")
-    assert ranges.of("bad") == ()
-    assert lines[0].startswith("sparse_protect: got '9:3', allowed: ascending ranges")
+def test_workers_get_one_form_of_what_a_request_asks():
+    """A form that a client claims is not believed, and what skipped the check does not end the engine."""
+    engine = engine_config("snapkv", {"selection": {"policy": "unique"}})
+
+    def entered(**arguments):
+        params = SamplingParams(extra_args=arguments)
+        found = in_the_core(engine, params).sampling_params.extra_args
+        assert params.extra_args == arguments
+        return found
+
+    normal = entered(sparse_budget_tokens=24, sparse_protect="3:9,12:20", other=1)
+    assert normal == {"other": 1, "sparse_pages": 3, "sparse_protect": [(3, 9), (12, 20)]}
+    assert ranges_of(normal) == (range(3, 9), range(12, 20))
+    assert ranges_of({}) == ()
+    assert entered(other=1) == {"other": 1}
+    for bad in (
+        {"sparse_pages": 1 << 30}, {"sparse_protect": "9:3"},
+        {"sparse_budget_tokens": 12}, {"sparsely": 1},
+    ):  # fmt: skip
+        assert entered(**bad, other=1) == {"other": 1}
 
 
 def test_a_stream_of_inputs_is_refused_with_compaction_alone():
@@ -289,26 +295,31 @@ def test_requests_are_vllms_own_without_a_backend_of_ours():
     enter(engine_config("unique"), SamplingParams(extra_args={"another": 1}))
 
 
-def core_request(arguments: dict | None, salt: str | None = None, resumable: bool = False) -> SimpleNamespace:
-    sampling = SamplingParams(extra_args=arguments)
-    return SimpleNamespace(sampling_params=sampling, cache_salt=salt, resumable=resumable)
+def core_request(params: SamplingParams, salt: str | None, resumable: bool) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=params, cache_salt=salt, resumable=resumable)
+
+
+def in_the_core(
+    vllm_config: SimpleNamespace, params: SamplingParams, salt: str | None = None, resumable: bool = False
+) -> SimpleNamespace:
+    """The engine's request."""
+    core, request = EngineCore.__new__(EngineCore), core_request(params, salt, resumable)
+    core.vllm_config, core.mm_receiver_cache = vllm_config, None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vllm.v1.engine.core.Request.from_engine_core_request",
+            lambda request, _: SimpleNamespace(use_structured_output=False),
+        )
+        core.request_block_hasher, request.current_wave = None, 0
+        core.preprocess_add_request(request)
+    return request
 
 
 def hashed_with(
     vllm_config: SimpleNamespace, arguments: dict | None, salt: str | None = None, resumable: bool = False
 ) -> str | None:
     """The cache salt of the engine's request."""
-    core, request = EngineCore.__new__(EngineCore), core_request(arguments, salt, resumable)
-    core.vllm_config, core.mm_receiver_cache = vllm_config, None
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "vllm.v1.engine.core.Request.from_engine_core_request",
-            lambda request, _: made.append(request.cache_salt) or SimpleNamespace(use_structured_output=False),
-        )
-        core.request_block_hasher, request.current_wave = None, 0
-        core.preprocess_add_request(request)
-    return made[0]
+    return in_the_core(vllm_config, SamplingParams(extra_args=arguments), salt, resumable).cache_salt
 
 
 def test_requests_that_read_the_same_share_their_blocks_and_no_others():
@@ -458,27 +469,6 @@ def test_budgets_are_there_where_a_request_may_have_one(backend, settings, takes
     else:
         with pytest.raises(ValueError, match="sparse_budget_tokens: got 512"):
             pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True)
-
-
-def test_a_worker_does_not_remember_everything_that_clients_have_asked_for():
-    runner = type("Runner", (), {})()
-    runner.input_batch = SimpleNamespace(num_reqs=1, req_ids=["a"])
-    config, step = resolve(None, "unique"), SimpleNamespace(num_reqs=1)
-    requested = RequestedPages(config, BatchRows(runner), on_gpu=False)
-    for pages in range(3, 3000):
-        params = SimpleNamespace(extra_args={"sparse_budget_tokens": 8 * pages})
-        runner.requests = {"a": SimpleNamespace(sampling_params=params)}
-        assert requested.of_step(step) == [pages]
-    assert len(requested._known) <= 1024
-
-
-def test_a_number_that_cannot_be_printed_does_not_end_a_worker():
-    runner = type("Runner", (), {})()
-    runner.input_batch = SimpleNamespace(num_reqs=1, req_ids=["a"])
-    params = SimpleNamespace(extra_args={"sparse_budget_tokens": 10**5000})
-    runner.requests = {"a": SimpleNamespace(sampling_params=params)}
-    requested = RequestedPages(resolve(None, "unique"), BatchRows(runner), on_gpu=False)
-    assert requested.of_step(SimpleNamespace(num_reqs=1)) == []
 
 
 def test_the_runner_says_what_each_request_of_a_batch_gave():

@@ -45,7 +45,6 @@ from vllm_sparse_plugin.metrics import request_log
 from vllm_sparse_plugin.offload.memory import note_free_memory
 from vllm_sparse_plugin.offload.pool import allocate_cache
 from vllm_sparse_plugin.requests import rows
-from vllm_sparse_plugin.requests.protected import ProtectedRanges
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -463,13 +462,12 @@ def plan_compaction(
     running = vllm_config.scheduler_config.max_num_seqs
     most = max(running, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
     retention, rule, current = spec.retention, config.compaction.rule(), rows.current()
-    protected = ProtectedRanges(current, config, layers_over_everything(vllm_config))
     if not config.compaction.evicts_between_steps:
         if rule is not None:
             rule = replace(rule, in_order_of_votes=config.reads_by_votes)
             if (runner := rows.loading_runner()) is not None:
                 keep_queries(runner)
-        return StepCompaction(retention, rule, layers, spec.block_size, most, current, protected, device)
+        return StepCompaction(retention, rule, layers, spec.block_size, most, current, device)
     assert rule is not None
     if len({(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()}) > 1:
         raise ConfigurationError(
@@ -477,7 +475,7 @@ def plan_compaction(
         )
     layer = next(iter(layers.values()))
     return StepEvictions(
-        retention, rule, layers, spec.block_size, most, current, protected, device,
+        retention, rule, layers, spec.block_size, most, current, device,
         query_dtype=vllm_config.model_config.dtype if layer.query_quant is None else torch.float8_e4m3fn,
         max_tokens=max(vllm_config.scheduler_config.max_num_batched_tokens, most),
         slots=running,

@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.step import Observed, RequestState, StepCompaction
 from vllm_sparse_plugin.evictions import Retention
-from vllm_sparse_plugin.requests.protected import ProtectedRanges
+from vllm_sparse_plugin.requests.protected import ranges_of
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 
@@ -65,7 +65,6 @@ class StepEvictions(StepCompaction):
         block_size: int,
         max_requests: int,
         rows: BatchRows,
-        protected: ProtectedRanges,
         device: torch.device,
         query_dtype: torch.dtype,
         max_tokens: int,
@@ -80,13 +79,12 @@ class StepEvictions(StepCompaction):
             block_size: tokens of a block.
             max_requests: the most requests of a step.
             rows: the requests of a step.
-            protected: the tokens that they protect.
             device: the device of the layers.
             query_dtype: of the layers' queries.
             max_tokens: the most query tokens of a step, padding included.
             slots: the most requests that run at once, in one step or not. Each has a place in the ring.
         """
-        super().__init__(retention, rule, layers, block_size, max_requests, rows, protected, device)
+        super().__init__(retention, rule, layers, block_size, max_requests, rows, device)
         self.rule = rule
         self._held: dict[str, _Held] = {}
         self._caches: LayerCaches | None = None
@@ -145,8 +143,8 @@ class StepEvictions(StepCompaction):
             request = self._held.get(row.request_id)
             # A resumed request begins again, perhaps behind a prefix-cache hit, and so does another one of its name.
             if request is None or computed != request.until or self._is_of_another(request, row, computed):
-                ranges, given = self.protected.of(row.request_id), self.protected.given(row.request_id)
-                request = _Held(row.prompt_tokens, ranges=ranges, given=given, since=computed)
+                ranges = ranges_of(self.rows.arguments_of(row.request_id))
+                request = _Held(row.prompt_tokens, ranges=ranges, since=computed)
                 self._held[row.request_id] = request
             request.computed, request.until = computed, lengths[index]
             if computed >= request.prompt_tokens:

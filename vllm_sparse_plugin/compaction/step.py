@@ -18,7 +18,7 @@ from sparse_kernels.page_statistics import FEW_SLOTS
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.evictions import Retention
-from vllm_sparse_plugin.requests.protected import ProtectedRanges
+from vllm_sparse_plugin.requests.protected import ranges_of
 from vllm_sparse_plugin.requests.rows import BatchRows, Row
 
 _keeping: WeakSet[Any] = WeakSet()
@@ -56,8 +56,6 @@ class RequestState:
     """Positions of the prompt that vote, see `voting_rows`; None if all vote."""
     ranges: tuple[range, ...] = ()
     """Positions of the prompt that are kept, whoever votes for others."""
-    given: Any = None
-    """What the request says of them."""
     marks: torch.Tensor | None = None
     """`[prompt_tokens]` bool on the host, these positions, while layers move tokens."""
 
@@ -149,7 +147,6 @@ class StepCompaction:
         block_size: int,
         max_requests: int,
         rows: BatchRows,
-        protected: ProtectedRanges,
         device: torch.device,
     ) -> None:
         self.retention = retention
@@ -161,7 +158,6 @@ class StepCompaction:
         """`[num_requests]`, positions of each request of the latest step that attention does not see."""
         self.block_size = block_size
         self.rows = rows
-        self.protected = protected
         self.sinks = retention.sink_blocks(block_size)
         self._requests: dict[str, RequestState] = {}
         self._table = torch.zeros(max_requests, 0, dtype=torch.int32, device=device)
@@ -202,8 +198,7 @@ class StepCompaction:
             # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt, and another
             # request of the same name where this one was aborted.
             if request is None or computed < request.until or self._is_of_another(request, row, computed):
-                ranges, given = self.protected.of(row.request_id), self.protected.given(row.request_id)
-                request = RequestState(row.prompt_tokens, ranges=ranges, given=given)
+                request = RequestState(row.prompt_tokens, ranges=ranges_of(self.rows.arguments_of(row.request_id)))
                 self._requests[row.request_id] = request
             request.computed, request.until = computed, lengths[index]
             if computed < request.prompt_tokens:
@@ -223,7 +218,7 @@ class StepCompaction:
         """Returns whether a state belongs to an earlier request of the row's name, which was aborted in its prompt."""
         if request.prompt_tokens != row.prompt_tokens:
             return True
-        return computed < row.prompt_tokens and request.given != self.protected.given(row.request_id)
+        return computed < row.prompt_tokens and request.ranges != ranges_of(self.rows.arguments_of(row.request_id))
 
     def _observe(self, request: RequestState, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
         """Records a chunk of a prompt whose tokens move at its end."""

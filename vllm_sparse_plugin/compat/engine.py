@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import importlib
@@ -162,15 +163,16 @@ def hook_platform(
 
 def hook_requests(
     check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool, Collection[str], Any], None],
-    salt: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], str | None],
+    enter: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], tuple[Mapping[str, Any] | None, str | None]],
     load: bool = False,
 ) -> None:
-    """Adds a check and a cache salt on every path of a request into an engine. Idempotent.
+    """Adds a check, a normal form and a cache salt on every path of a request into an engine. Idempotent.
 
     `GenerateBaseServing._check_model` also checks the arguments of a request. Every endpoint calls it before it
     answers, and turns an error into status 400. `InputProcessor.process_inputs` also checks them, for programs without
-    a server. `EngineCore.preprocess_add_request` extends the cache salt, which vLLM includes in the hashes of blocks.
-    It also checks again whether the prompt may grow, for requests of other frontends.
+    a server. `EngineCore.preprocess_add_request`, which each request passes once, gives the arguments their normal
+    form, and extends the cache salt, which vLLM includes in the hashes of blocks. It also checks again whether the
+    prompt may grow, for requests of other frontends.
 
     Reason: vLLM has no check of requests that knows the engine, and hashes blocks by tokens only.
     Versions: 0.32, 0.33. Remove when backends can check requests and extend the hash of a block.
@@ -179,7 +181,8 @@ def hook_requests(
         check: takes the configuration of an engine, `extra_args` of a request, whether it uses beam search, whether
             its prompt grows, the names of fields that the server ignores, and the object with vLLM's fields; raises
             ValueError for an unsupported request.
-        salt: takes the configuration, `extra_args` and the cache salt of a request; returns the new salt.
+        enter: takes the configuration, `extra_args` and the cache salt of a request; returns both as the engine and its
+            workers read them.
         load: whether to import modules of vLLM's engine that are not imported yet.
     """
 
@@ -213,7 +216,11 @@ def hook_requests(
             extra_args = getattr(request.sampling_params, "extra_args", None)
             if request.resumable:
                 check(core.vllm_config, extra_args, False, True, (), request.sampling_params)
-            request.cache_salt = salt(core.vllm_config, extra_args, request.cache_salt)
+            normal, request.cache_salt = enter(core.vllm_config, extra_args, request.cache_salt)
+            if normal is not extra_args:
+                # A program in this process may send its object again.
+                request.sampling_params = copy.copy(request.sampling_params)
+                request.sampling_params.extra_args = normal
             return preprocess(core, request)
 
         return preprocess_add_request

@@ -15,6 +15,8 @@ DENSE, BUDGET = READS = ("sparse", "sparse_budget_tokens")
 """The arguments that say what decode steps read."""
 PROTECT = "sparse_protect"
 """The argument that says which tokens compaction keeps, see `protected`."""
+PAGES = "sparse_pages"
+"""What `READS` become when a request enters an engine: the complete pages that its decode steps read per KV head."""
 ARGUMENTS = (*READS, PROTECT)
 """The arguments that this plugin reads."""
 PREFIX = "sparse"

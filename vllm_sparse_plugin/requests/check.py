@@ -8,18 +8,21 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_sparse_plugin.compat import chosen_backend
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.engine_traits import layers_over_everything
 from vllm_sparse_plugin.errors import choices, printable
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PREFIX, PROTECT, READS, pages_of_request
+from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PAGES, PREFIX, PROTECT, READS, pages_of_request
 from vllm_sparse_plugin.requests.protected import protected_ranges
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(f"vllm.{__name__}")
 _SEPARATOR = "\n"
 """Separates the client's cache salt from the reads of the request."""
 _LONGEST = 32
@@ -82,9 +85,8 @@ def check_request(
     if names and beam_search:
         # vLLM starts new requests for every token of a beam, without these arguments.
         raise ValueError(f"{', '.join(names)}: got a value with beam search, allowed: none")
-    pages_of_request(arguments, config, on_gpu=_on_gpu())
-    if PROTECT in names:
-        protected_ranges(arguments, config, layers_over_everything(vllm_config))
+    num_layers = layers_over_everything(vllm_config) if PROTECT in names else 0
+    normal_form(arguments or {}, config, num_layers, _on_gpu())
 
 
 def check_drafts(fields: Any) -> None:
@@ -104,8 +106,32 @@ def check_drafts(fields: Any) -> None:
             raise ValueError(f"{name}: got a value with drafts on a CPU, allowed: none")
 
 
-def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the cache salt that vLLM hashes with the blocks of a request.
+def normal_form(arguments: Mapping[str, Any], config: ResolvedConfig, num_layers: int, on_gpu: bool) -> dict[str, Any]:
+    """Returns `extra_args` of a request as workers read them: `PAGES` in place of a budget, and the ranges that
+    compaction keeps as pairs of numbers.
+
+    Args:
+        arguments: `extra_args` of the request; arguments of other plugins stay as they are.
+        config: the settings of the server.
+        num_layers: layers of the model that compaction serves.
+        on_gpu: whether the server runs on a GPU.
+
+    Raises:
+        ValueError: names the argument, the value and the allowed values.
+    """
+    normal = _of_others(arguments)
+    pages = pages_of_request(arguments, config, on_gpu)
+    if pages is not None:
+        normal[PAGES] = pages
+    if ranges := protected_ranges(arguments, config, num_layers):
+        normal[PROTECT] = [(each.start, each.stop) for each in ranges]
+    return normal
+
+
+def enter(
+    vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None
+) -> tuple[Mapping[str, Any] | None, str | None]:
+    """Returns `extra_args` of a request in their normal form, and the cache salt that vLLM hashes with its blocks.
 
     The keys of a decoded token depend on the pages that earlier tokens have read. A request that reads other pages than
     the settings say therefore shares blocks only with requests that read the same number of pages.
@@ -116,27 +142,29 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
         salt: the client's salt, or None.
     """
     has_separator = salt is not None and _SEPARATOR in salt
-    if not has_separator and not any(name in READS for name in arguments or ()):
-        return salt
+    if not has_separator and not any(name.startswith(PREFIX) for name in arguments or ()):
+        return arguments, salt
     config = _served(vllm_config)
     if config is None:
-        return salt
-    reads = _other_reads(arguments, config)
-    # What follows the last separator is from here, whatever a client names.
-    return f"{salt or ''}{_SEPARATOR}{reads or ''}" if reads or has_separator else salt
-
-
-def _other_reads(arguments: Mapping[str, Any] | None, config: ResolvedConfig) -> str | None:
-    """Returns what a request reads, in words; None if it reads what the settings say."""
+        return arguments, salt
+    arguments = arguments or {}
     try:
-        pages = pages_of_request(arguments, config, on_gpu=_on_gpu())
-    except ValueError:
-        # The request passed a frontend without this check. The workers serve it with the settings of the server.
-        return None
+        num_layers = layers_over_everything(vllm_config) if PROTECT in arguments else 0
+        normal = normal_form(arguments, config, num_layers, _on_gpu())
+    except ValueError as error:
+        # It passed a frontend without the check, and must not end the engine for others.
+        logger.warning("%s; the request runs with the settings of the server", error)
+        normal = _of_others(arguments)
+    pages = normal.get(PAGES)
     default = config.selector.budget_pages if config.selector is not None else None
-    if pages is None or pages == default or not config.is_sparse:
-        return None
-    return f"reads {pages} pages"
+    reads = "" if pages in (None, default) or not config.is_sparse else f"reads {pages} pages"
+    # What follows the last separator is from here, whatever a client names.
+    return normal, f"{salt or ''}{_SEPARATOR}{reads}" if reads or has_separator else salt
+
+
+def _of_others(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of other plugins."""
+    return {name: value for name, value in arguments.items() if not name.startswith(PREFIX)}
 
 
 def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:

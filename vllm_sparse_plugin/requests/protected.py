@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from vllm.logger import init_logger
-
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.requests.arguments import PROTECT
-from vllm_sparse_plugin.requests.rows import BatchRows
 
-logger = init_logger(f"vllm.{__name__}")
 _LONGEST = 1 << 16
 """Characters. Longer texts would hold up the API server."""
 _FORM = re.compile(r"[0-9]{1,9}:[0-9]{1,9}(,[0-9]{1,9}:[0-9]{1,9})*")
@@ -63,22 +59,6 @@ def _parse(got: Any) -> tuple[range, ...]:
     raise ValueError(f"{PROTECT}: got {got!r:.80}, allowed: ascending ranges of tokens such as '0:512,1800:2000'")
 
 
-class ProtectedRanges:
-    """The ranges that the requests of a model runner protect."""
-
-    def __init__(self, rows: BatchRows, config: ResolvedConfig, num_layers: int) -> None:
-        """Takes the requests of the runner, the settings of the server, and see `protected_ranges`."""
-        self._rows, self._config, self._num_layers = rows, config, num_layers
-
-    def given(self, request_id: str) -> Any:
-        """Returns what a request says of its ranges, unchecked; None if it says nothing."""
-        return self._rows.arguments_of(request_id).get(PROTECT)
-
-    def of(self, request_id: str) -> tuple[range, ...]:
-        """Returns the ranges of a request, see `protected_ranges`."""
-        try:
-            return protected_ranges(self._rows.arguments_of(request_id), self._config, self._num_layers)
-        except ValueError as error:
-            # The frontend refuses such a request. A request that skipped the check must not end the engine for others.
-            logger.warning("%s; the request runs without it", error)
-            return ()
+def ranges_of(arguments: Mapping[str, Any]) -> tuple[range, ...]:
+    """Returns the ranges of `extra_args` in their normal form."""
+    return tuple(range(first, end) for first, end in arguments.get(PROTECT, ()))

@@ -49,12 +49,12 @@ def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(buil
     # A prompt's single tokens are dense as well.
     (mixed,) = builder.build(0, common_metadata([1] * 5, [300] * 5, [True, False, True, False, False])).decode
     assert mixed.dense.tolist() == [True, False, True, False, False]
-    builder.budgets._requested._rows = asking(None, None, {"sparse_budget_tokens": 8192})
+    builder.budgets._rows = asking(None, None, {"sparse_budget_tokens": 8192})
     (later,) = builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode
     assert later.budgets.tolist() == [8, 8, 1024]
     assert not later.dense.any()
     assert len({decode.budgets.data_ptr() for decode in (first, same, mixed, later)}) == 1
-    builder.budgets._requested._rows = None
+    builder.budgets._rows = None
     assert builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode[0].budgets.tolist() == [8] * 3
 
 

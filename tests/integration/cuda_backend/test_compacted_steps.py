@@ -18,7 +18,6 @@ from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.evictions import Retention
 from vllm_sparse_plugin.metrics import dropping
-from vllm_sparse_plugin.requests.protected import ProtectedRanges
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
@@ -39,8 +38,7 @@ def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool, every_que
     layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
     rule = None if slides else replace(RULE, every_query=every_query)
     rows = BatchRows(runner)
-    protected = ProtectedRanges(rows, resolve(None, "snapkv"), 1)
-    return StepCompaction(retention, rule, layers, BLOCK, 16, rows, protected, torch.device("cpu"))
+    return StepCompaction(retention, rule, layers, BLOCK, 16, rows, torch.device("cpu"))
 
 
 def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, layer):

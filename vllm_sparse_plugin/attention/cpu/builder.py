@@ -30,7 +30,7 @@ from vllm_sparse_plugin.attention.step_log import StepLog
 from vllm_sparse_plugin.policies.dense import EveryPage
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import RequestedPages
+from vllm_sparse_plugin.requests.limits import requested_pages
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -55,12 +55,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         self.rows = rows.current_if_any()
-        # Lossless mode takes no budgets of requests. The rows of its drafting steps are not those of the runner.
-        served = self.rows if self.sparse.lossless is None else None
+        # The rows of drafting steps in lossless mode are not those of the runner.
+        self.takes_budgets = self.sparse.is_sparse and self.sparse.lossless is None
         self.draft_rule = self.sparse.draft_rule
         self.chosen: DecodeTokens | None = None
         """The newest step of a draft that chose pages."""
-        self.requested = RequestedPages(self.sparse, served, on_gpu=False)
         self.log = StepLog(self.sparse, vllm_config)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(
@@ -197,7 +196,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _budgets(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """Returns the pages that each request reads in a decode step, `[num_reqs]` int64; None if all follow the
         settings."""
-        requested = self.requested.of_step(common) if self.sparse.is_sparse else []
+        requested = requested_pages(self.rows, common) if self.takes_budgets else []
         if not requested:
             return None
         default = self.sparse.selector.budget_pages if self.sparse.selector else 0
