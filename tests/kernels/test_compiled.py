@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from numba.core.caching import CacheImpl
-from sparse_kernels import compiled, group_routing, page_score, sparse_attention, stopping
+from sparse_kernels import compiled, page_score, sparse_attention
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import parallel_kernel
 from sparse_kernels.page_statistics import KINDS
-from sparse_kernels.stopping import StopRule
 from support.logs import said
 from support.paged import make_batch
 
@@ -105,42 +104,24 @@ def test_kernels_run_where_the_folder_is_lost(spoil, when, monkeypatch, warnings
     assert len(warnings) == (when == "before")
 
 
-RULE = StopRule(scale_tolerance=0.1, direction_tolerance=1e-2, patience=2, block_tokens=64)
-KERNELS = {
-    "attention": ("sparse_attention", "_kernel", "mean_and_spread"),
-    "routing": ("group_routing", "_kernel", "mean_and_spread"),
-    "scores": ("page_score", "_kernel", "mean_and_spread"),
-    "scores of codes": ("page_score", "_codes_kernel", "quarters"),
-    "stopping": ("stopping", "_kernel", "mean_and_spread"),
-}
-"""Packages with kernels, the factories of these, and a kind of statistics."""
+def attend(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor) -> None:
+    sparse_attention.attend_pages(tokens, cache, pages, Softmax(0.1))
 
 
-def operate(operation: str, tokens: QueryTokens, cache: KVCache, pages: torch.Tensor) -> None:
-    softmax = Softmax(0.1)
-    match operation:
-        case "attention":
-            sparse_attention.attend_pages(tokens, cache, pages, softmax)
-        case "routing":
-            routing = group_routing.GroupRouting(torch.zeros(2, 4))
-            group_routing.route_groups(tokens, cache.keys, routing)
-        case "stopping":
-            stopping.pages_until_stable(tokens, cache, pages, softmax, RULE)
-        case _:
-            page_score.score_pages(tokens.query, cache.statistics, tokens.block_table, tokens.context_lens // 8, 0.0)
+def score(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor) -> None:
+    page_score.score_pages(tokens.query, cache.statistics, tokens.block_table, tokens.context_lens // 8, 0.0)
 
 
-@pytest.mark.parametrize("operation", KERNELS)
-def test_rows_with_strides_compile_nothing_more(operation, monkeypatch):
-    package, name, kind = KERNELS[operation]
+@pytest.mark.parametrize(("package", "operate"), [("sparse_attention", attend), ("page_score", score)])
+def test_rows_with_strides_compile_nothing_more(package, operate, monkeypatch):
     module = importlib.import_module(f"sparse_kernels.{package}.cpu")
-    make, made = getattr(module, name), []
-    monkeypatch.setattr(module, name, lambda *shape: made.append(make(*shape)) or made[-1])
-    batch = make_batch([300, 200], 2, 64, statistics=KINDS[kind].formats[0], kind=kind)
+    make, made = module._kernel, []
+    monkeypatch.setattr(module, "_kernel", lambda *shape: made.append(make(*shape)) or made[-1])
+    batch = make_batch([300, 200], 2, 64, statistics=KINDS["quarters"].formats[0], kind="quarters")
     query, pages, table = torch.randn(2, 2, 4, 64).bfloat16(), torch.arange(20), batch.block_table
     wide = torch.stack([table, table], dim=2)[..., 0]
     lengths = torch.stack([batch.context_lens, batch.context_lens], dim=1)[:, 0]
-    operate(operation, QueryTokens(query, table, batch.context_lens), batch.cache, pages.repeat(2, 2, 1))
-    operate(operation, QueryTokens(query, wide, lengths), batch.cache, pages.expand(2, 2, -1))
+    operate(QueryTokens(query, table, batch.context_lens), batch.cache, pages.repeat(2, 2, 1))
+    operate(QueryTokens(query, wide, lengths), batch.cache, pages.expand(2, 2, -1))
     assert len(made) == 2
     assert len(made[1].signatures) == 1

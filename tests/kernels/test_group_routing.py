@@ -42,17 +42,14 @@ def scores_by_hand(batch: PagedBatch, query: torch.Tensor, score: str) -> torch.
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["compiled", "reference"])
 @pytest.mark.parametrize("page_size", [8, 16, 32])
 @pytest.mark.parametrize("score", GROUP_SCORES)
-def test_groups_whose_cosine_reaches_the_threshold_are_skipped(score, page_size, fast):
+def test_groups_whose_cosine_reaches_the_threshold_are_skipped(score, page_size):
     batch = make_batch(CONTEXTS, HEADS, SIZE, page_size=page_size)
     query, expected = query_of(batch), scores_by_hand(batch, query_of(batch), score)
     keys = batch.paged_keys
-    if not fast:
-        keys = replace(keys, view=keys.view.half())
-        scores = reference.score_groups(query, batch.paged_keys, batch.block_table[:, 0], GROUP_SCORES.index(score))
-        torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
+    scores = reference.score_groups(query, keys, batch.block_table[:, 0], GROUP_SCORES.index(score))
+    torch.testing.assert_close(scores.double(), expected, atol=1e-6, rtol=1e-5)
     between = expected.flatten().sort().values
     for threshold in ((between[1:] + between[:-1]) / 2).tolist():
         routing = constant(threshold, score=score)
@@ -78,15 +75,13 @@ def test_zeros_have_a_cosine_of_0_and_nan_is_no_sink():
         assert skipped.tolist() == [[group] * HEADS for group in expected]
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["compiled", "reference"])
 @pytest.mark.parametrize("score", GROUP_SCORES)
-def test_a_group_with_nan_is_not_skipped_by_any_score(score, fast):
+def test_a_group_with_nan_is_not_skipped_by_any_score(score):
     """The largest and the smallest cosine must not leave a NaN out: its output would be a zero that looks right."""
     batch = make_batch([100, 100, 100], HEADS, SIZE)
     query = torch.stack([keys[0] for keys in batch.keys]).unsqueeze(2).repeat(1, 1, GROUP, 1)
     query[1, :, 1], query[2] = torch.nan, torch.nan
-    keys = batch.paged_keys if fast else replace(batch.paged_keys, view=batch.paged_keys.view.half())
-    skipped = route_groups(batch.tokens(query), keys, constant(0.9, score=score))
+    skipped = route_groups(batch.tokens(query), batch.paged_keys, constant(0.9, score=score))
     assert skipped.tolist() == [[group] * HEADS for group in (True, False, False)]
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_kernels.page_score import reference as score_reference
 from sparse_kernels.page_score import score_pages
-from sparse_kernels.page_statistics import KINDS, StatisticsLayout, reference, update_page_statistics
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout, reference
 from support.paged import PagedBatch, make_batch
 
 KIND = KINDS["leveled_quarters"]
@@ -134,32 +133,3 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
     products = torch.einsum("d,pvd->pv", query[0, 0, 0].double(), as_kept(vectors))
     assert KIND.combine(products).argmax() == 12
     assert KIND.first_score(products[:, 0]).argmax() != 12
-
-
-@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size", "page_size"), SHAPES)
-def test_compiled_and_reference_agree(num_kv_heads: int, group_size: int, head_size: int, page_size: int) -> None:
-    batch = batch_of(num_kv_heads, head_size, page_size)
-    # From denormal to large, an element that stands out, and keys that are not finite.
-    keys = batch.paged_keys.view
-    scale = torch.logspace(-30, 18, len(keys)).view(-1, *[1] * (keys.dim() - 1))
-    keys.copy_((torch.randn(keys.shape, generator=torch.Generator().manual_seed(3)) * scale).bfloat16())
-    keys[..., 6] = keys[..., 6].abs() * 40
-    keys[1, :, 0, 0, 0, 7], keys[2, :, 1, 0, 1, 9] = torch.inf, torch.nan
-    per_block = batch.statistics.pages_per_block
-    pages = torch.arange(len(keys) * per_block)
-    found = []
-    for update in (update_page_statistics, reference.update_page_statistics):
-        update(batch.paged_keys, batch.statistics, pages // per_block, pages % per_block)
-        found.append([part.contiguous().view(torch.uint8).clone() for part in batch.statistics.parts])
-    assert all(torch.equal(mine, wanted) for mine, wanted in zip(*found, strict=True))
-    batch = batch_of(num_kv_heads, head_size, page_size)
-    query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
-    arguments = query, batch.statistics, batch.block_table, batch.num_pages, 0.0
-    ordinal = [
-        torch.where(bits < 0, bits ^ 0x7FFF, bits)
-        for bits in (
-            scores.view(torch.int16).int()
-            for scores in (score_pages(*arguments), score_reference.score_pages(*arguments))
-        )
-    ]
-    assert (ordinal[0] - ordinal[1]).abs().max() <= 1

@@ -81,10 +81,7 @@ def long_batch(num_kv_heads: int = 2, head_size: int = 64, block_size: int = 64)
 
 
 @pytest.mark.parametrize(("block_size", "group_size", "head_size"), [(16, 4, 64), (64, 1, 96)])
-@pytest.mark.parametrize("score_pages", [score_pages, reference.score_pages], ids=["compiled", "reference"])
-def test_pages_that_are_not_refined_have_no_score(
-    score_pages, block_size: int, group_size: int, head_size: int
-) -> None:
+def test_pages_that_are_not_refined_have_no_score(block_size: int, group_size: int, head_size: int) -> None:
     batch = long_batch(head_size=head_size, block_size=block_size)
     query = torch.randn(6, 2, group_size, head_size).bfloat16()
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 0.0

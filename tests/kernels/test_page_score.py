@@ -74,14 +74,6 @@ def test_scores(kind, statistics, num_kv_heads, group_size, head_size):
         assert ((scores[request, :, :pages].double() - exact).abs() <= tolerance).all()
 
 
-@pytest.mark.parametrize(("kind", "num_kv_heads", "group_size", "head_size"), CASES)
-def test_compiled_scores_are_the_reference_within_one_rounding(kind, num_kv_heads, group_size, head_size):
-    batch = make_batch(CONTEXTS, num_kv_heads, head_size, kind=kind)
-    query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
-    arguments = query, batch.statistics, batch.block_table, batch.num_pages, 1.0
-    assert_within_one_rounding(score_pages(*arguments), reference.score_pages(*arguments))
-
-
 @pytest.mark.parametrize("statistics", ["int8", "bf16"])
 def test_a_row_does_not_depend_on_its_neighbours(statistics):
     batch = make_batch(CONTEXTS, 2, 64, statistics=statistics)

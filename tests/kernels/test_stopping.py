@@ -9,8 +9,6 @@ from support.paged import PagedBatch, make_batch
 
 CONTEXTS = [1500, 517, 1, 7, 8, 64, 512, 1024]
 RULE = StopRule(scale_tolerance=0.1, direction_tolerance=1e-2, patience=2, block_tokens=64)
-IMPLEMENTATIONS = [pages_until_stable, reference.pages_until_stable]
-IDS = ["compiled", "reference"]
 
 
 def newest_first(batch: PagedBatch, num_kv_heads: int) -> torch.Tensor:
@@ -26,8 +24,8 @@ def queries(batch: PagedBatch, num_kv_heads: int, group: int, size: int) -> torc
     return (sharpness * own + 0.3 * torch.randn(len(batch.keys), num_kv_heads, group, size)).bfloat16()
 
 
-def count(implementation, batch, query, pages, rule, sinks=None, softcap=0.0, scale=0.125):
-    return implementation(batch.tokens(query), batch.cache, pages, Softmax(scale, softcap, sinks), rule)
+def count(batch, query, pages, rule, sinks=None, softcap=0.0, scale=0.125):
+    return pages_until_stable(batch.tokens(query), batch.cache, pages, Softmax(scale, softcap, sinks), rule)
 
 
 def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.125) -> int:
@@ -63,15 +61,14 @@ def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.12
     return len(order)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 @pytest.mark.parametrize(("heads", "group", "size", "page_size"), [(2, 4, 64, 8), (2, 3, 96, 32), (1, 1, 16, 16)])
 @pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"softcap": 120.0}], ids=["plain", "sinks", "softcap"])
-def test_stops_where_the_paper_does(implementation, heads, group, size, page_size, extras):
+def test_stops_where_the_paper_does(heads, group, size, page_size, extras):
     batch = make_batch(CONTEXTS, heads, size, page_size=page_size)
     query, pages = queries(batch, heads, group, size), newest_first(batch, heads)
     sinks = torch.randn(heads * group) + 2 if extras.get("sinks") else None
     softcap = extras.get("softcap", 0.0)
-    found = count(implementation, batch, query, pages, RULE, sinks, softcap)
+    found = count(batch, query, pages, RULE, sinks, softcap)
     expected = [
         [by_hand(batch, query, pages, RULE, request, head, sinks, softcap) for head in range(heads)]
         for request in range(len(CONTEXTS))
@@ -81,12 +78,11 @@ def test_stops_where_the_paper_does(implementation, heads, group, size, page_siz
     assert (found == batch.num_pages[:, None]).any(), "nothing went on to the end"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_the_error_of_a_stop_is_within_the_papers_bounds(implementation):
+def test_the_error_of_a_stop_is_within_the_papers_bounds():
     """Theorems 1 and 2. Each uses the smallest constants with which its assumptions hold."""
     batch = make_batch(CONTEXTS, 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
-    found = count(implementation, batch, query, pages, RULE)
+    found = count(batch, query, pages, RULE)
     softmax, probe = Softmax(0.125), probe_elements(64)
     outputs = reference.partial_outputs(batch.tokens(query), batch.cache, pages, softmax, RULE.block_tokens)
     tightest, per_block = math.inf, RULE.block_tokens // batch.page_size
@@ -123,33 +119,31 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_each_part_of_the_rule_counts(implementation, change):
+def test_each_part_of_the_rule_counts(change):
     batch = make_batch([1500, 1400, 1300], 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
-    before = count(implementation, batch, query, pages, RULE)
+    before = count(batch, query, pages, RULE)
     rule = RULE._replace(**change)
-    after = count(implementation, batch, query, pages, rule)
+    after = count(batch, query, pages, rule)
     expected = [[by_hand(batch, query, pages, rule, r, head, None, 0.0) for head in range(2)] for r in range(3)]
     assert after.tolist() == expected
     assert (after > before).any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_never_stops_without_patience_or_for_outputs_of_no_direction(implementation):
+def test_never_stops_without_patience_or_for_outputs_of_no_direction():
     batch = make_batch(CONTEXTS, 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
     everything = batch.num_pages[:, None].expand(-1, 2)
-    assert torch.equal(count(implementation, batch, query, pages, RULE._replace(patience=0)), everything)
+    assert torch.equal(count(batch, query, pages, RULE._replace(patience=0)), everything)
     batch.paged_values.view.zero_()
-    assert torch.equal(count(implementation, batch, query, pages, RULE), everything)
+    assert torch.equal(count(batch, query, pages, RULE), everything)
 
 
 def test_the_rows_of_a_batch_do_not_meet():
     batch = make_batch(CONTEXTS, 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
-    together = count(pages_until_stable, batch, query, pages, RULE)
+    together = count(batch, query, pages, RULE)
     for request in range(len(CONTEXTS)):
         row = slice(request, request + 1)
         alone = pages_until_stable(batch.tokens(query)[row], batch.cache, pages[row], Softmax(0.125), RULE)
@@ -170,7 +164,6 @@ def test_blocks_of_broken_pages_are_refused():
     batch = make_batch([64], 1, 64, page_size=32)
     with pytest.raises(ValueError, match="block_tokens: got 48, allowed: a multiple of the page size 32"):
         count(
-            pages_until_stable,
             batch,
             torch.zeros(1, 1, 1, 64),
             torch.zeros(1, 1, 1).long(),

@@ -33,12 +33,7 @@ def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) 
     query = tokens.query
     if len(tokens) == 0:
         return torch.zeros((0, keys.num_kv_heads), dtype=torch.bool, device=query.device)
-    implementation = reference.score_groups
-    if query.device.type == "cpu" and keys.view.dtype == torch.bfloat16:
-        from sparse_kernels.group_routing import cpu
-
-        implementation = cpu.score_groups
-    scores = implementation(query, keys, tokens.block_table[:, 0], GROUP_SCORES.index(routing.score))
+    scores = reference.score_groups(query, keys, tokens.block_table[:, 0], GROUP_SCORES.index(routing.score))
     return scores >= routing.thresholds(tokens.context_lens)
 
 

@@ -56,10 +56,8 @@ def score_pages(
         from sparse_kernels.page_score import cuda
 
         return cuda.score_pages(query, statistics, block_table, num_pages, std_weight, refined)
-    kind = statistics.kind
-    compiled = kind.name == "quarters" or (statistics.vectors.dtype == torch.int8 and kind.is_linear)
-    if query.device.type == "cpu" and compiled:
+    if query.device.type == "cpu" and statistics.kind.name == "quarters":
         from sparse_kernels.page_score import cpu
 
-        return cpu.score_pages(query, statistics, block_table, num_pages, std_weight)
+        return cpu.score_pages(query, statistics, block_table, num_pages)
     return reference.score_pages(query, statistics, block_table, num_pages, std_weight, refined)

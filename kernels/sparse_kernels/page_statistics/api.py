@@ -38,11 +38,10 @@ def update_page_statistics(
     if not blocks.numel():
         return
     implementation = reference.update_page_statistics
-    compiled = keys.view.dtype == torch.bfloat16 and statistics.vectors.dtype in (torch.int8, torch.uint8)
-    if blocks.device.type == "cpu" and compiled:
+    if blocks.device.type == "cpu" and keys.view.dtype == torch.bfloat16 and statistics.kind.name == "quarters":
         from sparse_kernels.page_statistics import cpu
 
-        implementation = cpu.IMPLEMENTATIONS.get(statistics.kind.name, implementation)
+        implementation = cpu.update_page_statistics
     implementation(keys, statistics, blocks, pages)
 
 

@@ -1,7 +1,6 @@
-"""Computes page statistics on a CPU, compiled. Reads and writes the cache in place.
+"""Computes the quarters of bfloat16 keys on a CPU, compiled. Reads and writes the cache in place.
 
-Supports the default formats, int8 means and quarters, of bfloat16 keys. The sums equal those of the reference: they are
-in float64, and their order does not change the rounded result.
+The sums equal those of the reference: they are in float64, and their order does not change the rounded result.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import compiled_kernel, narrow, parallel_kernel, unpack_page, widen
+from sparse_kernels.compiled import narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.codes import LARGEST_BF16
 from sparse_kernels.page_statistics.kinds.parts import Parts
 from sparse_kernels.page_statistics.layout import PageStatistics
@@ -20,92 +19,8 @@ from sparse_kernels.threads import use_threads
 _LARGEST_BITS = np.uint16(0x7F7F)
 
 
-@compiled_kernel()
-def _quantise(mean, largest, stored, start):
-    """Writes the means of a page in int8 and returns the bits of their scale."""
-    amplitude = np.float32(0)
-    for value in mean:
-        # A NaN is kept.
-        amplitude = amplitude if amplitude > abs(value) or amplitude != amplitude else abs(value)
-    # The scale is rounded up, so that the largest element still fits.
-    bits = narrow(amplitude / largest * np.float32(1 + 2**-8))
-    scale = widen(bits)
-    divisor = scale if scale > 0 else np.float32(1)
-    for d in range(mean.size):
-        scaled = mean[d] / divisor
-        step = np.rint(scaled)
-        if step == -1:
-            step = np.float32(0) if scaled > -1 else np.float32(-2)
-        stored[start + d] = np.int8(min(max(step, -largest), largest))
-    return bits
-
-
 @parallel_kernel()
 def _update(
-    keys,
-    length,
-    step,
-    page_size,
-    head_size,
-    num_kv_heads,
-    mean,
-    mean_strides,
-    scale,
-    std,
-    scalar_strides,
-    blocks,
-    pages,
-):
-    for row in numba.prange(blocks.size * num_kv_heads):
-        block, page, head = blocks[row // num_kv_heads], pages[row // num_kv_heads], row % num_kv_heads
-        by_dim = np.empty((head_size, page_size), np.float32)
-        unpack_page(keys, length, step, block, head, page, by_dim, 0, 0, page_size)
-        means = np.empty(head_size, np.float32)
-        variance = 0.0
-        for d in range(head_size):
-            total = 0.0
-            for t in range(page_size):
-                total += by_dim[d, t]
-            average = total / page_size
-            squares = 0.0
-            for t in range(page_size):
-                squares += (by_dim[d, t] - average) ** 2
-            means[d] = average
-            variance += squares / page_size
-        scalars = block * scalar_strides[0] + head * scalar_strides[1] + page
-        scale[scalars] = _quantise(
-            means, np.float32(126), mean, block * mean_strides[0] + head * mean_strides[1] + page * head_size
-        )
-        std[scalars] = narrow(np.float32(np.sqrt(variance)))
-
-
-def update_page_statistics(
-    keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor
-) -> None:
-    """See `api.update_page_statistics`."""
-    addresses = keys.head_major
-    mean, scale, std = statistics.memory
-    assert statistics.spread is not None
-    use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
-    _update(
-        addresses.location,
-        addresses.length,
-        addresses.step,
-        keys.page_size,
-        keys.head_size,
-        keys.num_kv_heads,
-        mean,
-        statistics.vectors.stride()[:2],
-        scale,
-        std,
-        statistics.spread.stride()[:2],
-        blocks.numpy(),
-        pages.numpy(),
-    )
-
-
-@parallel_kernel()
-def _update_quarters(
     keys,
     length,
     step,
@@ -163,7 +78,9 @@ def _update_quarters(
             steps[at] = step_bits
 
 
-def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+def update_page_statistics(
+    keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor
+) -> None:
     """See `api.update_page_statistics`."""
     addresses = keys.head_major
     stored, steps, _ = statistics.memory
@@ -171,7 +88,7 @@ def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch
     assert statistics.scales is not None
     codes = statistics.kind.codes
     use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
-    _update_quarters(
+    _update(
         addresses.location,
         addresses.length,
         addresses.step,
@@ -189,10 +106,3 @@ def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch
         blocks.numpy(),
         pages.numpy(),
     )
-
-
-IMPLEMENTATIONS = {
-    "mean_and_spread": update_page_statistics,
-    "quarters": update_quarters,
-}
-"""Implementations by name of the kind. Other kinds use the reference."""

@@ -35,13 +35,7 @@ def pages_until_stable(
     rule.check(cache.page_size)
     if rule.patience == 0 or pages.numel() == 0:
         return (pages >= 0).sum(dim=-1)
-    implementation = reference.pages_until_stable
-    query, keys, values = tokens.query, cache.keys.view, cache.values.view
-    if query.device.type == "cpu" and query.dtype == keys.dtype == values.dtype == torch.bfloat16:
-        from sparse_kernels.stopping import cpu
-
-        implementation = cpu.pages_until_stable
-    return implementation(tokens, cache, pages, softmax, rule)
+    return reference.pages_until_stable(tokens, cache, pages, softmax, rule)
 
 
 def count_reads(
