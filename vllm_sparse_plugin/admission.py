@@ -512,7 +512,7 @@ def _expect_cuttable(expect: _Expect, vllm_config: VllmConfig, prefill: BlockPre
                f"at least {tokens + least - room}")  # fmt: skip
     if isinstance(prefill, ZipVLPrefill):
         # A connector finds parts of chunks.
-        for got in moved_blocks(vllm_config, noise=False):
+        for got in moved_blocks(vllm_config):
             expect(False, f"{KEY}.prefill", f"zipvl with {got}", "null or blocks")
 
 
@@ -548,7 +548,7 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     refuse(model.enable_prompt_embeds, "prompts of embeddings")
     refuse(vllm_config.lora_config is not None, "LoRA adapters")
     refuse(vllm_config.watermark_config is not None, "watermarks")
-    for got in moved_blocks(vllm_config, noise=False):
+    for got in moved_blocks(vllm_config):
         refuse(True, got)
     refuse(parallel.tensor_parallel_size > 1, f"{parallel.tensor_parallel_size} tensor-parallel workers")
 

@@ -14,8 +14,6 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 """Names of layers that attend to the whole context, and to a window of it, in `layer_types`."""
 _EVERY = "attention"
 """Name of layers with attention in `layers_block_type`, beside those without."""
-NOISE = "DecodeBenchConnector"
-"""The KV connector that fills blocks with noise, for time measurements."""
 
 
 def architecture_of(vllm_config: VllmConfig) -> str:
@@ -101,13 +99,7 @@ def shared_caches(vllm_config: VllmConfig) -> Iterator[str]:
         yield "speculation"
 
 
-def moved_blocks(vllm_config: VllmConfig, noise: bool = True) -> Iterator[str]:
-    """Yields the trait of engines whose blocks other stores or engines write.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        noise: whether the connector counts that only fills blocks with noise.
-    """
-    transfer, offloading = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
-    if offloading or (transfer is not None and (noise or transfer.kv_connector != NOISE)):
+def moved_blocks(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yields the trait of engines whose blocks other stores or engines write."""
+    if vllm_config.cache_config.kv_offloading_size is not None or vllm_config.kv_transfer_config is not None:
         yield "a KV connector"

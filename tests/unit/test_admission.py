@@ -10,7 +10,6 @@ from support.admission import (
     UNIQUE,
     connector,
     engine_config,
-    lossless,
     on_cuda,
     refusal,
     routed,
@@ -282,7 +281,6 @@ ADMITTED = {
     "blocks of an answer where requests have no budgets": {"attention_backend": "art"} | BOTH_WAYS,
     "n-gram speculation": NGRAM,
     "lossless mode": {"additional_config": {"sparse_attention": {"preset": "lossless"}}},
-    "lossless mode over noise": lossless() | connector("DecodeBenchConnector"),
     "other plugin's settings": {"additional_config": {"another_plugin": {"a": 1}}},
     "tensor parallelism": {"tensor_parallel_size": 2},
 }

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_sparse_plugin.attention.base import DecodeRun, decode_runs
+from vllm_sparse_plugin.attention.cuda.runs import DecodeRun, decode_runs
 
 CASES = {
     "one token each": ([1, 1, 1], 1, [(0, 3, 0, 3)]),

@@ -147,10 +147,6 @@ def test_sparse_prefill_is_admitted(folder):
     assert engine_config(folder(), **(offloading(offload={}) | {"attention_backend": "unique_prefill"}))
 
 
-def test_blocks_of_noise_are_admitted(folder):
-    assert engine_config(folder(), **offloading(), **connector("DecodeBenchConnector"))
-
-
 FIELD = "sparse_attention.offload.host_memory"
 SIZES = {
     "more than is free": ("101GiB", None, f"{FIELD}: got 101GiB", "up to 100.0GiB, the free host memory"),

@@ -25,7 +25,7 @@ def refuse_offload(vllm_config: VllmConfig, config: ResolvedConfig) -> Iterator[
     from vllm.platforms import current_platform
 
     traits = [*unlike_layers_or_engines(vllm_config), *shared_caches(vllm_config)]
-    refused = dict.fromkeys([*traits, *moved_blocks(vllm_config, noise=False)], True)
+    refused = dict.fromkeys([*traits, *moved_blocks(vllm_config)], True)
     refused["sleep mode"] = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
     for got, holds in refused.items():
         if holds:

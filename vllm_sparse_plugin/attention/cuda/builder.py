@@ -22,10 +22,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.base import (
-    DecodeRun,
     SparseBackend,
     SparseImpl,
-    decode_runs,
     plan_compaction,
     report_memory,
     retention_of,
@@ -37,6 +35,7 @@ from vllm_sparse_plugin.attention.cuda.metadata import (
     first_requests,
     without_first,
 )
+from vllm_sparse_plugin.attention.cuda.runs import DecodeRun, decode_runs
 from vllm_sparse_plugin.attention.cuda.start_up import (
     warm_up_compaction,
     warm_up_evictions,
