@@ -10,11 +10,12 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.hot_pages import HotPages
-from sparse_kernels.page_score.reference import score_pages as reference_scores
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.split_attention import Stopping
 from sparse_kernels.stopping import StopRule
+from support.families.referee import checked_scores as checked_scores
+from support.families.referee import scores_are_close
 from support.paged import make_batch
 
 ON_GPU = [
@@ -370,36 +371,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert bool((error <= 2**-7 * expected.float().norm(dim=-1)).all()), error.max()
 
 
-def checked_scores(
-    query: torch.Tensor,
-    statistics: PageStatistics,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
-    std_weight: float,
-    refined: float = 1.0,
-) -> torch.Tensor:
-    """The kernel's scores, checked against the reference's. Of two pages with similar scores, either may be read."""
-    from sparse_kernels.page_score.cuda import score_pages
-
-    expected = reference_scores(query, statistics, table, lengths, std_weight)
-    actual = score_pages(query.bfloat16(), statistics, table, lengths, std_weight, refined)[..., : expected.shape[2]]
-    if statistics.kind.is_leveled:
-        # The reference has scored all pages. Those that are not refined have no score.
-        expected = torch.where(actual == -torch.inf, actual, expected)
-    assert_scores_close(actual, expected, lengths)
-    return actual
-
-
 def assert_scores_close(actual: torch.Tensor, expected: torch.Tensor, lengths: torch.Tensor) -> None:
-    for row, count in enumerate(lengths.tolist()):
-        if count == 0:
-            continue
-        wanted, found = expected[row, :, :count].float(), actual[row, :, :count].float()
-        unscored = (wanted == -torch.inf) & (found == -torch.inf)
-        wanted, found = wanted.masked_fill(unscored, 0), found.masked_fill(unscored, 0)
-        # One step of bfloat16, and the rounding error of a query in 16-bit fixed point.
-        allowed = 2**-7 * wanted.abs() + 2**-11 * wanted.abs().max()
-        assert bool(((found - wanted).abs() <= allowed).all())
+    assert scores_are_close(actual, expected, lengths)
 
 
 def in_pieces(inputs: Inputs, case: Case) -> torch.Tensor:
