@@ -6,8 +6,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 MEASURING = ("bench", "support.bench")
-NIGHTLY = ("nightly/", "support/asker.py", "support/deployments.py", "support/families/")
-"""Files of nightly tests, which may share the models and servers of the measuring code."""
+ENGINES = ("nightly/", "support/asker.py", "support/deployments.py", "support/families/", "support/gpu_engines.py")
+"""Files of nightly and GPU tests, which may share the models, servers and engines of the measuring code."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -27,4 +27,4 @@ def test_only_tests_of_the_measuring_code_import_it():
         if any(f"{name}.".startswith(f"{package}.") for package in MEASURING for name in imported(path))
     }
     assert importing
-    assert [name for name in sorted(importing) if not name.startswith(NIGHTLY) and "bench/" not in name] == []
+    assert [name for name in sorted(importing) if not name.startswith(ENGINES) and "bench/" not in name] == []
