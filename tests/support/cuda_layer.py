@@ -77,7 +77,7 @@ def start_builder(monkeypatch, plans: dict[str, LayerPlan], compaction: object =
     warmed: dict[str, list[tuple]] = {"warm_up_compaction": [], "warm_up_prompts": []}
 
     def layer_of(heads: int, plan: LayerPlan) -> SimpleNamespace:
-        impl = SimpleNamespace(bind=lambda plan: None, plan=plan)
+        impl = SimpleNamespace(bind=lambda *made: None, plan=plan)
         backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
         return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
 
