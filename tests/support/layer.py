@@ -92,7 +92,7 @@ class LayerHarness:
             head_size,
             block_size,
         )
-        self.config = resolve(settings, backend)
+        self.config = resolve(settings, backend) if backend in preset_names() else None
         # It acts as its model runner, which knows the requests of a step.
         self.requests: dict[str, Request] = {}
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
