@@ -287,14 +287,19 @@ def with_copies(sparse: ResolvedConfig, room: int = 1 << 40, heads: int = 4, hea
     """The copies of two layers with two KV heads, for three requests."""
     names = ["layer 0", "layer 1"]
     specs = [FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=head_size, dtype=torch.bfloat16)] * 2
-    context = {name: SimpleNamespace(num_heads=heads, impl=SimpleNamespace(hot=None)) for name in names}
+    kept: dict[str, Any] = dict.fromkeys(names)
+
+    def layer(name: str) -> SimpleNamespace:
+        impl = SimpleNamespace(keep_copies=lambda copies, index: kept.update({name: (copies, index)}))
+        return SimpleNamespace(num_heads=heads, impl=impl)
+
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=3),
         model_config=SimpleNamespace(max_model_len=4096),
-        compilation_config=SimpleNamespace(static_forward_context=context),
+        compilation_config=SimpleNamespace(static_forward_context={name: layer(name) for name in names}),
     )
     pool._allocate_copies(vllm_config, sparse, names, specs, torch.device("cpu"), room)
-    return [context[name].impl.hot for name in names]
+    return list(kept.values())
 
 
 def test_each_layer_gets_its_own_copies(monkeypatch):
