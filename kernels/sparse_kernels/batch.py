@@ -148,6 +148,13 @@ class DecodeBatch:
         """Returns the complete pages of each query token's context: `[num_tokens]` int32."""
         return (self.context_lens() // page_size).clamp(min=0)
 
+    def query_tokens(self, num_kv_heads: int) -> QueryTokens:
+        """Returns the query tokens, padding included, each with the block table of its request, in int64."""
+        table = self.block_table.long()
+        if self.tokens_per_request > 1:
+            table = table.repeat_interleave(self.tokens_per_request, dim=0)
+        return QueryTokens(self.query.unflatten(1, (num_kv_heads, -1)), table, self.context_lens().long())
+
     def requests(self, first: int, last: int) -> DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)

@@ -21,12 +21,7 @@ def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache, may_st
     Returns:
         `[num_tokens, num_kv_heads, k]` int32, -1 for none, as in `DecodeBatch.pages`.
     """
-    per_request = batch.tokens_per_request
-    query = batch.query if batch.query.dtype.itemsize > 1 else batch.query.to(torch.bfloat16)
-    position = torch.arange(per_request, device=query.device)
-    context_lens = batch.seq_lens.long()[:, None] - (per_request - 1 - position)
-    num_pages = context_lens.flatten().clamp(min=0) // selector.page_size
-    block_table = batch.block_table.long().repeat_interleave(per_request, dim=0)
-    grouped = query.unflatten(1, (cache.num_kv_heads, -1))
+    tokens, num_pages = batch.query_tokens(cache.num_kv_heads), batch.num_pages(selector.page_size).long()
+    query = tokens.query if tokens.query.dtype.itemsize > 1 else tokens.query.to(torch.bfloat16)
     choose = selector.reading_order if may_stop else selector.select
-    return choose(grouped, cache.statistics, block_table, num_pages).int().contiguous()
+    return choose(query, cache.statistics, tokens.block_table, num_pages).int().contiguous()

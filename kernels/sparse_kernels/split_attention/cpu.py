@@ -59,9 +59,8 @@ def decode_tokens(
         rule: when attention stops; None for never.
         output: where to write.
     """
-    contexts = batch.context_lens()
-    groups = defaultdict(list)
-    for token, (context, is_dense) in enumerate(zip(contexts.tolist(), _are_dense(batch), strict=True)):
+    tokens, groups = batch.query_tokens(cache.num_kv_heads), defaultdict(list)
+    for token, (context, is_dense) in enumerate(zip(tokens.context_lens.tolist(), _are_dense(batch), strict=True)):
         # Padding has no context.
         if context > 0:
             groups[None if is_dense else budgets[token], routing is not None and not is_dense].append(token)
@@ -71,10 +70,6 @@ def decode_tokens(
             output.pages_read.zero_()
     if output.pages is not None:
         output.pages.fill_(-1)
-    table = batch.block_table.long()
-    if batch.tokens_per_request > 1:
-        table = table.repeat_interleave(batch.tokens_per_request, dim=0)
-    tokens = QueryTokens(batch.query.unflatten(1, (cache.num_kv_heads, -1)), table, contexts.long())
     for (budget, is_routed), members in groups.items():
         of_group = slice(None) if len(members) == batch.num_tokens else torch.tensor(members)
         part, part_cache = tokens[of_group], cache
