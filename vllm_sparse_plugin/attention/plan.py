@@ -112,13 +112,19 @@ class LayerPlan:
         """The selection of the settings for the decode kernel; None if every page may be read."""
         return self.selector.page_selection() if reads_selection(self.selector) else None
 
+    @cached_property
+    def roomy_selection(self) -> PageSelection | None:
+        """The same selection with room for the most pages that a row may read on a GPU."""
+        selection = self.page_selection
+        return selection if selection is None or self.most_pages is None else replace(selection, k=self.most_pages)
+
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
         """Returns the selection of a batch, with room for the largest budget if the batch has budgets."""
         selection = self.page_selection
         if selection is None or batch.budgets is None:
             return selection
         # On a GPU the host reads no budgets, and later batches replay the launches.
-        return replace(selection, k=int(batch.budgets.max()) if self.most_pages is None else self.most_pages)
+        return replace(selection, k=int(batch.budgets.max())) if self.most_pages is None else self.roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns the stopping of attention over all pages; None if pages are selected or nothing stops it."""
