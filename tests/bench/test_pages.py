@@ -1,6 +1,7 @@
 """Generated pages: tables equal their result files, labels follow from them, and faults are named."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,15 @@ def test_the_generated_parts_of_all_pages_are_up_to_date():
         [sys.executable, "-m", "bench.pages", "--check"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_estimates_of_the_readme_are_those_of_a_table():
+    """Sentences are written by hand; the table is generated from result files."""
+    tables = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8")).replace(" %", "%")
+    found = re.findall(r"[\d.]+%? \[[\d.]+%?, [\d.]+%?\]", text)
+    assert len(found) >= 3
+    assert [estimate for estimate in found if f"| {estimate} |" not in tables] == []
 
 
 @pytest.mark.parametrize("name", SPECS)
